@@ -48,7 +48,8 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.identity import Identifier, Identity
 from detjax.server.app import make_app
-from detjax.server.service import Limits, ServedModel, Service
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.service import Service
 
 BEHAVIOURS = ("stays", "leaves at once", "leaves within", "reads slowly")
 

@@ -41,6 +41,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
@@ -54,7 +55,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
+from detjax.sizing import choose_sizes
 from detjax.testing.load import LoadReport, lone_answers, make_load, run_load
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
 

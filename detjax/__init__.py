@@ -19,11 +19,12 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.engine.config import EngineConfig
     from detjax.engine.engine import Engine
     from detjax.engine.outputs.completion import Completion, CompletionOutput
+    from detjax.engine.outputs.prompt_output import PromptOutput
     from detjax.engine.outputs.request_output import PromptLogprob
     from detjax.engine.replicated_engine import ReplicatedEngine
     from detjax.engine.requests.request import Request
     from detjax.engine.requests.sampling_params import SamplingParams
-    from detjax.llm import LLM, PromptOutput
+    from detjax.llm import LLM
     from detjax.models.bundled import bundled_model_path
     from detjax.models.loading import load_model
     from detjax.models.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ _HOME = {
     "LLM": "detjax.llm",
     "NumericsProfile": "detjax.numerics",
     "PromptLogprob": "detjax.engine.outputs.request_output",
-    "PromptOutput": "detjax.llm",
+    "PromptOutput": "detjax.engine.outputs.prompt_output",
     "ReplicatedEngine": "detjax.engine.replicated_engine",
     "Request": "detjax.engine.requests.request",
     "SamplingParams": "detjax.engine.requests.sampling_params",

@@ -7,9 +7,7 @@ import difflib
 import numbers
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,65 +17,39 @@ import rich.progress
 
 from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
+from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.engine.outputs.completion import Completion, CompletionOutput, shortened
+from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.outputs.generate_run import OnCompletion
-from detjax.engine.outputs.request_output import PromptLogprobs
+from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.llm_config import LLMConfig
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
+from detjax.models.chat_template import NO_VARIABLES
 from detjax.models.generation_config import default_sampling
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
-from detjax.numerics import NO_CAST, NumericsProfile
-from detjax.opening import AUTO, load_on_devices
+from detjax.numerics import NumericsProfile
+from detjax.opening import load_on_devices
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.sizing import GPU_MEMORY_UTILIZATION, choose_sizes
+from detjax.sizing import choose_sizes
 
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
 Message = Mapping[str, Any]
-
-_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptOutput:
-    """What became of one prompt.
-
-    Attributes:
-        prompt: Its text; of a conversation, as the template has it; None where token ids were
-            given.
-        prompt_token_ids: As the model saw it.
-        outputs: The prompt's `n` sequences.
-        prompt_logprobs: Of the prompt's second token and so on; None where they were not asked for.
-    """
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: PromptLogprobs | None = None
-
-    def __repr__(self) -> str:
-        """Short, for notebooks: a line of the prompt, and a line of each sequence."""
-        prompt = None if self.prompt is None else shortened(self.prompt)
-        scored = "" if self.prompt_logprobs is None else ", prompt_logprobs=..."
-        outputs = "".join(f"\n  {output!r}," for output in self.outputs)
-        return (
-            f"PromptOutput(prompt={prompt!r}, num_prompt_tokens={len(self.prompt_token_ids)}"
-            f"{scored}, outputs=[{outputs}\n])"
-        )
 
 
 class LLM:
@@ -171,7 +143,7 @@ class LLM:
             ValueError: If a value is out of range, or model, mesh and memory do not go together.
             FileNotFoundError: If the model or a file of it is missing.
         """
-        _check_options(engine_options)
+        _check_engine_options(engine_options)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
         if generation_config not in ("auto", "none"):
@@ -180,14 +152,13 @@ class LLM:
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
-        self.default_sampling = SamplingParams(**recommended)
-        self._show_progress, self._num_processes = show_progress, num_processes
+        sampling = SamplingParams(**recommended)
         tokenizer = Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
-        self.tokenizer = tokenizer
+        self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
-            self.model, reason = load_on_devices(
+            loaded, reason = load_on_devices(
                 folder,
                 profile=profile,
                 backend=backend,
@@ -198,26 +169,63 @@ class LLM:
                 progress=told,
                 num_processes=num_processes,
             )
-        sizes = {
-            "batch_size": batch_size,
-            "prefill_chunk": prefill_chunk,
-            "max_len": max_len,
-            "num_pages": num_pages,
-            "mode": mode,
-            **engine_options,
-        }
+        sizes = dict(
+            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
+            num_pages=num_pages, mode=mode, **engine_options,
+        )  # fmt: skip
         asked = {name: value for name, value in sizes.items() if value is not None}
-        engine_config = choose_sizes(
-            self.model, asked, gpu_memory_utilization=gpu_memory_utilization
+        engine = choose_sizes(loaded, asked, gpu_memory_utilization=gpu_memory_utilization)
+        config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason)
+        self._begin(loaded, tokenizer, config, sampling)
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        config: LLMConfig,
+        *,
+        tracer: TracesEvents = NO_TRACE,
+    ) -> "LLM":
+        """Allocate the cache of a model that is loaded.
+
+        Several may share the weights; each has an engine and a cache of its own.
+
+        Args:
+            model: On its mesh.
+            tokenizer: Of the model.
+            config: As `LLMConfig.of` returns it for `model`, with sizes such as `choose_sizes`
+                chooses.
+            tracer: Of the engine: keeps a timeline.
+
+        Raises:
+            ValueError: If there is not enough memory.
+        """
+        llm = cls.__new__(cls)
+        llm._show_progress, llm._num_processes = False, jax.process_count()
+        llm._begin(model, tokenizer, config, SamplingParams(), tracer)
+        return llm
+
+    def _begin(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer,
+        config: LLMConfig,
+        sampling: SamplingParams,
+        tracer: TracesEvents = NO_TRACE,
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.default_sampling = sampling
+        check_memory(model, config.engine)
+        grammars = Grammars(
+            lambda: tokenizer.backend.to_str(),
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
         )
-        self.engine = _make_engine(self.model, engine_config, tokenizer)
-        self.config = LLMConfig.of(
-            self.model, engine_config, name=str(model), folder=folder, backend_reason=reason
-        )
-        is_bundled = folder == bundled_model_path()
-        self._identifier = Identifier(
-            self.model, self.tokenizer, name=BUNDLED_NAME if is_bundled else str(model)
-        )
+        self.engine = Engine(model, config.engine, tracer=tracer, grammars=grammars)
+        is_bundled = config.folder == bundled_model_path()
+        name = BUNDLED_NAME if is_bundled else config.name
+        self._identifier = Identifier(model, tokenizer, name=name)
 
     def __repr__(self) -> str:
         """Return the name and the mesh."""
@@ -265,7 +273,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        template_variables: Mapping[str, Any] = _NO_VARIABLES,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
         has_control: bool = False,
     ) -> list[PromptOutput]:
         """Answer conversations, with the model's chat template.
@@ -326,6 +334,18 @@ class LLM:
         sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         return self.generate(
             prompts, sampling, has_control=has_control, add_special_tokens=add_special_tokens
+        )
+
+    def text_batch(self, requests: Sequence[Request]) -> TextBatch:
+        """Return what makes texts of what `engine.generate` makes of requests.
+
+        `generate` and `chat` run one to its end; whoever streams gives its callbacks to the engine.
+        """
+        return TextBatch(
+            requests,
+            self.tokenizer,
+            end_ids=self.config.model.eos_token_ids,
+            fingerprint=self.config.fingerprint,
         )
 
     @finishes_before_exit
@@ -404,12 +424,7 @@ class LLM:
             )
             for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
         ]
-        batch = TextBatch(
-            requests,
-            self.tokenizer,
-            end_ids=self.config.model.eos_token_ids,
-            fingerprint=self.config.fingerprint,
-        )
+        batch = self.text_batch(requests)
         with self._generating(batch) as on_completion:
             completions = self.engine.generate(
                 batch.token_requests, on_token=batch.on_token, on_completion=on_completion
@@ -470,16 +485,6 @@ def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsP
     return profile
 
 
-def _make_engine(model: LoadedModel, config: EngineConfig, tokenizer: Tokenizer) -> Engine:
-    check_memory(model, config)
-    grammars = Grammars(
-        lambda: tokenizer.backend.to_str(),
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=model.config.eos_token_ids,
-    )
-    return Engine(model, config, grammars=grammars)
-
-
 def _keep_programs(cache_dir: str | Path | None) -> None:
     if cache_dir in (None, NO_CACHE) or cache_dir == AUTO and jax.config.jax_compilation_cache_dir:
         return
@@ -494,7 +499,7 @@ def _keep_programs(cache_dir: str | Path | None) -> None:
         )
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _check_engine_options(options: Mapping[str, Any]) -> None:
     """Refuse an option that nothing has."""
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     of_sampling = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -4,11 +4,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from detjax.defaults import NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import cache_bytes
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
-from detjax.numerics import NO_CAST, NumericsProfile
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -17,38 +18,6 @@ _MODES = {
     "dvr": "dvr: drafts by fast kernels, verified by canonical ones",
     "fast": "fast: no claim; digests may differ from run to run",
 }
-
-
-def describe(
-    name: str,
-    model_config: ModelConfig,
-    engine: EngineConfig,
-    *,
-    weight_dtype: str,
-    compute_dtype: str,
-    weight_cast: str,
-    fingerprint: str,
-    backend: str,
-    backend_reason: str,
-    dp: int,
-    tp: int,
-    cache_bytes: int,
-) -> dict[str, str]:
-    """Return what runs, and what decides its bits, as lines for people."""
-    cast = "" if weight_cast == NO_CAST else f" (cast from {weight_cast})"
-    return {
-        "model": f"{name}: {model_config.family}, {model_config.num_layers} layers of "
-        f"{model_config.hidden_size}, vocabulary {model_config.vocab_size}, context "
-        f"{model_config.max_position_embeddings}",
-        "numerics": f"{weight_dtype} weights{cast}, {compute_dtype} compute, "
-        f"fingerprint {fingerprint}",
-        "mode": _MODES[engine.mode],
-        "backend": f"{backend} ({backend_reason})",
-        "mesh": f"dp {dp} x tp {tp}",
-        "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
-        f"tokens, room for {engine.max_len}",
-        "cache": f"{engine.num_pages} pages, {cache_bytes / 2**30:.2f} GiB",
-    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,20 +78,24 @@ class LLMConfig:
             cache_bytes=cache_bytes(model, engine.num_pages),
         )
 
+    def facts(self) -> dict[str, str]:
+        """Return what runs, and what decides its bits, as lines for people."""
+        model, engine, profile = self.model, self.engine, self.profile
+        cast = "" if self.weight_cast == NO_CAST else f" (cast from {self.weight_cast})"
+        return {
+            "model": f"{self.name}: {model.family}, {model.num_layers} layers of "
+            f"{model.hidden_size}, vocabulary {model.vocab_size}, context "
+            f"{model.max_position_embeddings}",
+            "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute, "
+            f"fingerprint {self.fingerprint}",
+            "mode": _MODES[engine.mode],
+            "backend": f"{self.backend.value} ({self.backend_reason})",
+            "mesh": f"dp {self.dp} x tp {self.tp}",
+            "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
+            f"tokens, room for {engine.max_len}",
+            "cache": f"{engine.num_pages} pages, {self.cache_bytes / 2**30:.2f} GiB",
+        }
+
     def __str__(self) -> str:
         """Return a line for each fact."""
-        facts = describe(
-            self.name,
-            self.model,
-            self.engine,
-            weight_dtype=self.profile.weight_dtype,
-            compute_dtype=self.profile.compute_dtype,
-            weight_cast=self.weight_cast,
-            fingerprint=self.fingerprint,
-            backend=self.backend.value,
-            backend_reason=self.backend_reason,
-            dp=self.dp,
-            tp=self.tp,
-            cache_bytes=self.cache_bytes,
-        )
-        return "\n".join(f"{name:<11} {value}" for name, value in facts.items())
+        return "\n".join(f"{name:<11} {value}" for name, value in self.facts().items())

@@ -22,14 +22,12 @@ import jaxlib
 import detjax
 from detjax.compilation.source import cpu_arch, source_hash
 from detjax.compilation.toolchain import DATA_DIR_FLAG, toolchain
+from detjax.defaults import NO_CAST
 
 NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-
-NO_CAST = "none"
-"""The weight cast of a model whose weights were read as they are, or as its profile stores them."""
 
 NOT_QUANTIZED = "none"
 """The `quantization` of a model whose checkpoint holds its weights themselves."""

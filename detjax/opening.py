@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from detjax.defaults import AUTO, NO_CAST
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
@@ -15,13 +16,11 @@ from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import check_tp, num_params
 from detjax.models.weights.load import ignore_progress
-from detjax.numerics import NO_CAST, NumericsProfile
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
 from detjax.progress import Progress
-
-AUTO = "auto"
 
 
 class MeshError(ValueError):

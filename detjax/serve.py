@@ -30,7 +30,7 @@ from detjax.cli.command_line import (
 from detjax.cli.errors import EXIT_CODES, OK, InputError, bad_input, exit_code
 from detjax.cli.options import NO_CACHE, Option, add_options, flag_like, in_flags, of_field
 from detjax.engine.config import EngineConfig
-from detjax.models.tokenizer import read_template_file
+from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
 from detjax.server.options import (

@@ -12,8 +12,6 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
 
-GPU_MEMORY_UTILIZATION = 0.9
-
 _CPU_CHUNK, _GPU_CHUNK = 64, 512
 _LEAST_CHUNK = 64
 _PROMPTS_AT_ONCE = 4  # of a second shape of prefill, on a GPU

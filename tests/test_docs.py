@@ -3,6 +3,7 @@
 
 import ast
 import functools
+import importlib
 import json
 import re
 import tomllib
@@ -17,7 +18,8 @@ from detjax.cli.parser import make_parser as make_generate_parser
 from detjax.engine.metrics import EngineStats
 from detjax.serve import make_parser as make_serve_parser
 from detjax.server.metrics import EngineCollector
-from detjax.server.service import ServedModel, Service, ServiceState
+from detjax.server.served_model import ServedModel
+from detjax.server.service import Service, ServiceState
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -125,6 +127,45 @@ def test_every_module_that_a_page_names_is_there(page):
         if rest:
             file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             assert re.search(rf"\b{parts[-rest]}\b", file.read_text()), f"{name_of(page)}: {span}"
+
+
+IMPORT = re.compile(r"^\s*from (detjax[\w.]*) import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
+
+
+def code_of(path: Path) -> str:
+    """The Python in a page's fences, or in the cells of a notebook."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+def imports_of(code: str) -> list[tuple[str, str]]:
+    """(module, name) of what is imported from detjax."""
+    return [
+        (found[1], name)
+        for found in IMPORT.finditer(code)
+        for name in re.findall(r"\w+", found[2] or found[3])
+    ]
+
+
+@parametrized(
+    [page for page in PAGES if page not in LOG]
+    + [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+)
+def test_every_name_that_a_page_or_a_notebook_imports_is_there(page):
+    for module, name in imports_of(code_of(page)):
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+@pytest.mark.control
+def test_control_imports_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("from detjax.no import A\n```python\nfrom detjax.a import (\n  B, c\n)\n```\n")
+    assert imports_of(code_of(page)) == [("detjax.a", "B"), ("detjax.a", "c")]
+    book = tmp_path / "book.ipynb"
+    book.write_text(json.dumps({"cells": [{"source": ["from detjax import D, e\n", "x = 1"]}]}))
+    assert imports_of(code_of(book)) == [("detjax", "D"), ("detjax", "e")]
 
 
 @parametrized([page for page in PAGES if page not in LOG])

@@ -21,7 +21,6 @@ import tokenizers
 
 import detjax
 from detjax import generate, llm, sizing
-from detjax.engine import engine
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import CompletionOutput
@@ -29,10 +28,12 @@ from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
 from detjax.engine.running import memory
 from detjax.engine.scheduling.workload import Workload
+from detjax.engine.trace import Trace
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
-from detjax.models.tokenizer import Tokenizer, read_eos_id
+from detjax.models.tokenizer import Tokenizer
+from detjax.models.tokenizer_files import read_eos_id
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.folders import write_model_folder
@@ -136,6 +137,24 @@ def test_processes_of_a_job_do_not_draw_seeds_of_their_own(toy, monkeypatch):
     monkeypatch.setattr(toy, "_num_processes", 2)
     with pytest.raises(ValueError, match="seed=None would be drawn in each of 2 processes"):
         toy.generate("one", detjax.SamplingParams(temperature=1.0))
+
+
+def test_an_llm_of_loaded_weights_has_their_answers_and_a_timeline(toy):
+    sizes = dataclasses.replace(toy.config.engine, batch_size=1, prefill_chunk=16)
+    timeline = Trace()
+    other = detjax.LLM.of(
+        toy.model, toy.tokenizer, dataclasses.replace(toy.config, engine=sizes), tracer=timeline
+    )
+    prompts = ["one", "three and four"]
+    made, expected = (
+        [done for out in of.generate(prompts, SAMPLED) for done in out.outputs]
+        for of in (other, toy)
+    )
+    assert [done.digest() for done in made] == [done.digest() for done in expected]
+    assert [done.text for done in made] == [done.text for done in expected]
+    assert other.engine is not toy.engine and other.identity() == toy.identity()
+    assert other.receipt(made[0]).token_ids == made[0].token_ids
+    assert any(event["name"].startswith("decode") for event in timeline._events)
 
 
 def test_each_prompt_gets_its_sequences_in_order_with_text(toy):
@@ -496,7 +515,7 @@ def test_the_command_sizes_its_engine_by_its_prompts(
             made.append(config)
             super().__init__(model, config, **options)
 
-    monkeypatch.setattr(engine, "Engine", Noted)
+    monkeypatch.setattr(llm, "Engine", Noted)
     prompts = [part for i in range(num_prompts) for part in ("--prompt", f"a{i}")]
     options = ["--model", str(folder), "--cache-dir", "none", "--max-tokens", "4"]
     assert generate.main([*options, *prompts]) == 0
@@ -507,6 +526,23 @@ def test_the_command_sizes_its_engine_by_its_prompts(
     err = capsys.readouterr().err
     assert f"{batch_size} at once, prompts in chunks of 64 tokens, room for 256" in err
     assert f"{2 * batch_size} pages" in err
+
+
+def test_a_check_frees_the_cache_of_a_run_before_the_next(folder, monkeypatch):
+    """Two caches of the size that a GPU has room for would not fit."""
+    alive: list[weakref.ref] = []
+
+    class Noted(Engine):
+        def __init__(self, model, config, **options):
+            gc.collect()
+            assert [one for ref in alive if (one := ref()) is not None] == []
+            super().__init__(model, config, **options)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(llm, "Engine", Noted)
+    options = ["--model", str(folder), "--cache-dir", "none", "--max-tokens", "2", "--quiet"]
+    assert generate.main([*options, "--prompt", "a", "--check", "--repeat", "3"]) == 0
+    assert len(alive) == 3
 
 
 def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):

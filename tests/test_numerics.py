@@ -12,13 +12,8 @@ import jax
 import pytest
 
 import detjax
-from detjax.numerics import (
-    NO_CAST,
-    Build,
-    NumericsProfile,
-    fingerprint,
-    tree_reduction,
-)
+from detjax.defaults import NO_CAST
+from detjax.numerics import Build, NumericsProfile, fingerprint, tree_reduction
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import production, production_requests
 from benchmarks.step import MODELS
 from detjax.engine.running.program_key import ProgramKey
-from detjax.models import hf_config
+from detjax.models import hf_rope
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
@@ -219,9 +219,7 @@ def test_the_longest_context_is_stretched_as_qwen3_recommends():
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         },
     }  # fmt: skip
-    assert production.QWEN3_YARN == hf_config._rope_config(
-        raw, default_theta=10000.0, max_len=131072
-    )
+    assert production.QWEN3_YARN == hf_rope.rope_config(raw, default_theta=10000.0, max_len=131072)
     (part,) = [part for part in PARTS if part.name == "yarn"]
     lengths = [drawn.length + drawn.count for batch in part.batches for drawn in batch]
     assert min(lengths) > 32768 > min(lengths) - 16 and max(lengths) > 131000

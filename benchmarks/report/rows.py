@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from detjax.models.bundled import BUNDLED, BUNDLED_NAME
+
 RESULTS = Path(__file__).parents[1] / "results"
 """A folder for each kind of machine."""
 
@@ -93,7 +95,9 @@ def model_name(name: str) -> str:
     """Which model a row was measured with; never where it lies."""
     if name in RANDOM:
         return f"{RANDOM[name]} shapes with random weights"
-    return "`novels-6m` (bundled)" if name == "bundled" else f"`{Path(name).name}`"
+    if name in (BUNDLED, BUNDLED_NAME):
+        return f"`{BUNDLED_NAME}` (bundled)"
+    return f"`{Path(name).name}`"
 
 
 def table(header: Iterable[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ from detjax.parallel.mesh import TP_AXIS
 THIS = "this model"
 COLUMNS = ("model", "dtype", "backend", "mode", "state")
 
-Row = tuple[str, str, str, str, str]
+CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
@@ -69,7 +69,9 @@ def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | No
     }
 
 
-def coverage_map(model: LoadedModel, *, modes: Collection[str], is_proven: bool) -> list[Row]:
+def coverage_map(
+    model: LoadedModel, *, modes: Collection[str], is_proven: bool
+) -> list[CoverageRow]:
     """Return (model, dtype, backend, mode, state) for this model, then for every family.
 
     Args:

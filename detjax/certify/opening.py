@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from detjax.certify.subject import Subject, config_on
+from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import find_model
@@ -18,7 +19,6 @@ from detjax.models.params import check_tp
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
 from detjax.parallel.mesh import configure_virtual_devices
-from detjax.sizing import GPU_MEMORY_UTILIZATION
 
 
 def start_devices(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from detjax.certify.coverage import coverage_map
 from detjax.certify.diagnosis import diagnose
 from detjax.certify.opening import facts_of, open_subject, other_meshes
 from detjax.certify.requests import AnswerBits, make_requests, plain
-from detjax.certify.subject import CompileJob, Subject, order_probe
+from detjax.certify.subject import CompileTask, Subject, order_probe
 from detjax.engine.requests.request import Request
 
 
@@ -120,7 +120,7 @@ def _first_round(
     is_cpu = subject.model.backend.platform == "cpu"
     opened: dict[tuple[int, int], Subject] = {}
 
-    def of_cases() -> Iterator[CompileJob]:
+    def of_cases() -> Iterator[CompileTask]:
         yield from subject.likely_programs(requests, counts=of_all, **drafted(subject))
         yield from subject.likely_programs(requests, counts=of_all, **fast(subject))
 

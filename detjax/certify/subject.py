@@ -21,7 +21,7 @@ from detjax.pallas_kernels.linear.quantized import expanded
 from detjax.parallel.mesh import DP_AXIS
 from detjax.sizing import choose_sizes
 
-CompileJob = Callable[[], object]
+CompileTask = Callable[[], object]
 
 
 class Subject:
@@ -81,7 +81,7 @@ class Subject:
         counts: Sequence[int],
         candidates: Candidates = keep_candidates,
         **changes,
-    ) -> Iterator[CompileJob]:
+    ) -> Iterator[CompileTask]:
         """Return jobs that compile what an engine is likely to run for these requests.
 
         This is a guess that decides no result: a missing program is compiled when it is needed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check`: computes a job in other ways, and compares every bit with the first."""
+"""`--check`: computes a batch in other ways, and compares every bit with the first."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from detjax.cli.arguments import GenerateArgs
-from detjax.cli.display import Display
-from detjax.cli.job import Job
+from detjax.cli.display import MAX_LINES, Display
+from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.run import RunPlan, RunResult
 from detjax.engine.config import EngineConfig
 from detjax.engine.outputs.completion import Completion, CompletionOutput
@@ -18,12 +18,11 @@ from detjax.engine.outputs.completion import Completion, CompletionOutput
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
 _NUM_CHUNKS = (2, 5, 1, 3, 7)
 _LONGEST_CHUNK = 512
-_MAX_LINES = 10
 
 
 def plan_runs(
     args: GenerateArgs,
-    job: Job,
+    batch: PromptBatch,
     asked: Mapping[str, Any],
     size: Callable[[Mapping[str, Any]], EngineConfig],
 ) -> tuple[RunPlan, ...]:
@@ -31,21 +30,22 @@ def plan_runs(
 
     Args:
         args: The options.
-        job: To compute.
+        batch: To compute.
         asked: Fields of `EngineConfig` that are not to be chosen.
         size: Chooses the others.
     """
     first = RunPlan(
-        engine=size(asked), order_name="as given", order=tuple(range(len(job.requests)))
+        engine=size(asked), order_name="as given", order=tuple(range(len(batch.requests)))
     )
     return first, *(
-        _other_run(i, job, asked, size, dp=args.dp, mode=args.mode) for i in range(args.repeat - 1)
+        _other_run(i, batch, asked, size, dp=args.dp, mode=args.mode)
+        for i in range(args.repeat - 1)
     )
 
 
 def _other_run(
     number: int,
-    job: Job,
+    batch: PromptBatch,
     asked: Mapping[str, Any],
     size: Callable[[Mapping[str, Any]], EngineConfig],
     *,
@@ -54,12 +54,12 @@ def _other_run(
 ) -> RunPlan:
     """Return one of the runs to compare with the first."""
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
-    chunk = math.ceil(job.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
+    chunk = math.ceil(batch.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
     changes = {"batch_size": batch_size, "prefill_chunk": min(chunk, _LONGEST_CHUNK)}
     if mode == "dvr" and not number % 2:
         changes |= {"mode": "invariant", "decode_steps": 1, "draft_weights": "full"}
-    order_name, order = _other_order(number, len(job.requests))
-    num_neighbours = max(0, batch_size - len(job.seqs))
+    order_name, order = _other_order(number, len(batch.requests))
+    num_neighbours = max(0, batch_size - len(batch.seqs))
     before = num_neighbours * (number % 3) // 2
     return RunPlan(
         engine=size({**asked, **changes}),
@@ -171,10 +171,10 @@ def check_runs(
 
 def show_check(result: CheckResult, digest: str, display: Display) -> None:
     """Write the verdict."""
-    for line in result.lines[:_MAX_LINES]:
+    for line in result.lines[:MAX_LINES]:
         display.line(line, style="red")
-    if len(result.lines) > _MAX_LINES:
-        display.line(f"and {len(result.lines) - _MAX_LINES} more", style="red")
+    if len(result.lines) > MAX_LINES:
+        display.line(f"and {len(result.lines) - MAX_LINES} more", style="red")
     if result.lines:
         display.line(f"check failed: the {result.num_runs} runs are not equal", style="bold red")
     else:
@@ -183,7 +183,7 @@ def show_check(result: CheckResult, digest: str, display: Display) -> None:
 
 def show_new_process(lines: Sequence[str], display: Display) -> tuple[str, ...]:
     """Write the verdict on the run of another process; return its lines."""
-    for line in lines[:_MAX_LINES]:
+    for line in lines[:MAX_LINES]:
         display.line(f"the new process differs at {line}", style="red")
     verdict, style = ("check failed: a new process gave other bits", "bold red")
     if not lines:

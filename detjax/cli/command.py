@@ -22,19 +22,26 @@ from detjax.cli.check import (
 from detjax.cli.command_line import output_of
 from detjax.cli.display import Display
 from detjax.cli.errors import BITS_DIFFER, OK, bad_input
-from detjax.cli.job import Job, make_job, seeded
 from detjax.cli.model import OpenModel, OpensModel, read_model_files
 from detjax.cli.new_process import run_in_new_process
-from detjax.cli.output import SilentWriter, TextSink, digest_of_all, make_writer, to_json
+from detjax.cli.output import (
+    AbstractCompletionWriter,
+    SilentWriter,
+    TextSink,
+    digest_of_all,
+    make_writer,
+    to_json,
+)
+from detjax.cli.prompt_batch import PromptBatch, make_prompt_batch, seeded
 from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
-from detjax.cli.run import RunPlan, RunResult, run_job
+from detjax.cli.run import RunPlan, RunResult, run_batch
 from detjax.cli.warm import warm
-from detjax.engine.trace import NO_TRACE, Trace
+from detjax.engine.trace import NO_TRACE, Trace, TracesEvents
 from detjax.models.generation_config import default_sampling
-from detjax.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # imports JAX
+    from detjax.llm import LLM
     from detjax.proof.identity import Identity
 
 
@@ -43,17 +50,41 @@ class _Opened:
     """What is computed, and with what."""
 
     args: GenerateArgs
-    job: Job
+    batch: PromptBatch
     model: OpenModel
-    tokenizer: Tokenizer
     display: Display
     load_s: float
 
+    def first_run(
+        self, plan: RunPlan, out: TextSink, tracer: TracesEvents
+    ) -> tuple[RunResult, "Identity | None"]:
+        """Compute the batch and write its completions; the identity is None if none is written."""
+        args, display = self.args, self.display
+        llm = self.model.make_llm(plan.engine, tracer=tracer)
+        is_written = args.format != "text" or args.receipts is not None
+        identity = llm.identity() if is_written else None
+        writer = make_writer(
+            args.format,
+            out,
+            has_headers=len(self.batch.seqs) > 1,
+            model={} if identity is None else identity.model,
+            extras=self.batch.extras,
+        )
+        is_text = args.format == "text" and args.output is None
+        # Elsewhere than on a terminal text and lines of progress may go into one file.
+        is_live = is_text and (sys.stdout.isatty() or not display.is_terminal)
+        return self._run(plan, llm, writer, is_live=is_live), identity
+
     def run_again(self, plan: RunPlan) -> RunResult:
-        """Compute the job in another way, and write nothing."""
-        return run_job(
-            self.job, plan, self.model, self.tokenizer,
-            writer=SilentWriter(), display=self.display, is_live=False,
+        """Compute the batch in another way, and write nothing."""
+        return self._run(plan, self.model.make_llm(plan.engine), SilentWriter(), is_live=False)
+
+    def _run(
+        self, plan: RunPlan, llm: "LLM", writer: AbstractCompletionWriter, *, is_live: bool
+    ) -> RunResult:
+        return run_batch(
+            self.batch, plan, llm, processes=self.model.processes,
+            writer=writer, display=self.display, is_live=is_live,
         )  # fmt: skip
 
 
@@ -67,27 +98,27 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     prompts = read_prompts(
         args.prompt, args.prompts_file, is_chat=args.chat, system_prompt=args.system_prompt
     )
-    folder, config, tokenizer = read_model_files(args)
+    files = read_model_files(args)
     if args.generation_config == "auto":
         with bad_input():
-            args = with_defaults(args, default_sampling(folder))
+            args = with_defaults(args, default_sampling(files.folder))
     args, is_drawn = seeded(args, prompts)
-    job = make_job(args, prompts, tokenizer, config)
-    max_len = args.max_len or job.work.max_len(config.max_position_embeddings)
+    batch = make_prompt_batch(args, prompts, files.tokenizer, files.config)
+    max_len = args.max_len or batch.work.max_len(files.config.max_position_embeddings)
     asked = engine_options(args, max_len=max_len)
     of_new_process = run_in_new_process(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
     with display.loading() as progress:
-        model = open_model(args, folder, progress, max_len)
+        model = open_model(args, files, progress, max_len)
     opened = _Opened(
-        args=args, job=job, model=model, tokenizer=tokenizer, display=display,
+        args=args, batch=batch, model=model, display=display,
         load_s=time.perf_counter() - started_s,
     )  # fmt: skip
-    plans = plan_runs(args, job, asked, lambda asked: model.size_engine(asked, job.work))
-    display.facts(report.card(args, folder, config, model, plans[0].engine))
+    plans = plan_runs(args, batch, asked, lambda asked: model.size_engine(asked, batch.work))
+    display.facts(report.card(args, files, model.config_of(plans[0].engine)))
     if args.warm:
         with display.compiling() as progress:
-            compiled = warm(model.make_engine(plans[0].engine, NO_TRACE), progress)
+            compiled = warm(model.make_llm(plans[0].engine).engine, progress)
         report.show_compiled(compiled, display)
         return OK
     if is_drawn:
@@ -103,29 +134,10 @@ def _compute(
     opened: _Opened, plans: Sequence[RunPlan], out: TextSink
 ) -> tuple[RunResult, CheckResult | None]:
     """Run the first plan and write its completions; compare the others with it if asked for."""
-    args, job, model, display = opened.args, opened.job, opened.model, opened.display
-    wants_identity = args.format != "text" or args.receipts is not None
-    identity = model.identify(opened.tokenizer) if wants_identity else None
+    args = opened.args
     timeline = Trace()
-    is_text = args.format == "text" and args.output is None
-    first = run_job(
-        job,
-        plans[0],
-        model,
-        opened.tokenizer,
-        writer=make_writer(
-            args.format,
-            out,
-            has_headers=len(job.seqs) > 1,
-            model={} if identity is None else identity.model,
-            extras=job.extras,
-        ),
-        display=display,
-        # Elsewhere than on a terminal text and lines of progress may go into one file.
-        is_live=is_text and (sys.stdout.isatty() or not display.is_terminal),
-        tracer=timeline if args.trace else NO_TRACE,
-    )
-    check = check_runs(first, plans, opened.run_again, display) if args.check else None
+    first, identity = opened.first_run(plans[0], out, timeline if args.trace else NO_TRACE)
+    check = check_runs(first, plans, opened.run_again, opened.display) if args.check else None
     _write_files(opened, first, check, identity, timeline, out)
     return first, check
 
@@ -139,16 +151,16 @@ def _write_files(
     out: TextSink,
 ) -> None:
     """Write what is written once the first run has ended."""
-    args, job = opened.args, opened.job
+    args = opened.args
     stats = report.run_stats(first, opened.load_s)
     if args.format == "json":
         assert identity is not None
-        entry = report.document(args, identity, job, first, opened.model, stats, check)
+        entry = report.document(args, identity, opened.batch, first, stats, check)
         print(to_json(entry), file=out, flush=True)
     if args.receipts is not None:
         assert identity is not None
         with bad_input("--receipts: "):
-            write_receipts(args, identity, first.outputs, job)
+            write_receipts(args, identity, first.outputs, opened.model.files.config.eos_token_ids)
     if args.trace:
         with bad_input("--trace: "):
             timeline.write(Path(args.trace))

@@ -201,10 +201,12 @@ def check_counts(args: argparse.Namespace, options: Sequence[Option]) -> None:
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        with Path(path).expanduser().open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise InputError(f"{CONFIG.flag} {path} cannot be read: {error.strerror}") from error
+        text = Path(path).expanduser().read_bytes()
+    except (OSError, ValueError) as error:  # the latter: a null character in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{CONFIG.flag} {path} cannot be read: {reason}") from error
+    try:
+        return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{CONFIG.flag} {path} is not TOML: {error}") from error
 

@@ -10,6 +10,9 @@ from rich.text import Text
 
 from detjax.progress import Heartbeat, Progress, show_progress
 
+MAX_LINES = 10
+"""Most differences that are written, one a line."""
+
 
 class Display:
     """Everything on standard error but the one line of an error."""

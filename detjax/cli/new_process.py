@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check-process`: the same job in a process of its own, which compiles everything anew."""
+"""`--check-process`: the same prompts in a process of its own, which compiles everything anew."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import detjax
 from detjax.cli.arguments import OPTIONS, GenerateArgs
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import NO_CACHE
-from detjax.cli.prompts import Prompt
+from detjax.cli.prompts import PromptEntry
 from detjax.engine.outputs.completion import CompletionOutput
 from detjax.parallel.job_spec import find_job
 
@@ -27,9 +27,9 @@ _NOT_PASSED = frozenset(
 
 
 def run_in_new_process(
-    args: GenerateArgs, prompts: Sequence[Prompt]
+    args: GenerateArgs, prompts: Sequence[PromptEntry]
 ) -> tuple[CompletionOutput, ...]:
-    """Compute the job in a new process without any compiled program, and wait for it.
+    """Compute the prompts in a new process without any compiled program, and wait for it.
 
     Called before this process takes the devices, so that the other one has them for itself.
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from detjax import defaults
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
+from detjax.defaults import AUTO, NO_CAST
 from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.pallas_kernels.backend import Backend
 
-NO_CAST = "none"  # that of detjax.numerics, which imports JAX
-AUTO = "auto"  # that of detjax.opening, which imports JAX
-GPU_MEMORY_SHARE = 0.9  # that of detjax.sizing, which imports JAX
 DTYPES = ("bfloat16", "float32")
 
 
@@ -288,7 +287,7 @@ GPU_MEMORY_UTILIZATION = Option(
     flags=("--gpu-memory-utilization", "--kv-memory"),
     parse=float,
     metavar="SHARE",
-    default_text=f"{GPU_MEMORY_SHARE}",
+    default_text=f"{defaults.GPU_MEMORY_UTILIZATION}",
     help="share of a GPU's memory for weights and cache together, of what JAX takes: 75 %% of the "
     "GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Not on a CPU",
 )

@@ -23,7 +23,7 @@ class TextSink(Protocol):
         ...
 
 
-class AbstractWriter(abc.ABC):
+class AbstractCompletionWriter(abc.ABC):
     """Writes completions one after the other, each from its first token on."""
 
     @abc.abstractmethod
@@ -39,7 +39,7 @@ class AbstractWriter(abc.ABC):
         """End it."""
 
 
-class SilentWriter(AbstractWriter):
+class SilentWriter(AbstractCompletionWriter):
     """Writes nothing: one JSON document is written at the end, and a check's other runs never."""
 
     def begin(self, index: int, seq: int) -> None:
@@ -52,7 +52,7 @@ class SilentWriter(AbstractWriter):
         """Do nothing."""
 
 
-class TextWriter(AbstractWriter):
+class TextWriter(AbstractCompletionWriter):
     """Writes text as it is made, under a line that names it where there are several."""
 
     def __init__(self, out: TextSink, *, has_headers: bool):
@@ -76,7 +76,7 @@ class TextWriter(AbstractWriter):
         self._out.flush()
 
 
-class JsonLinesWriter(AbstractWriter):
+class JsonLinesWriter(AbstractCompletionWriter):
     """Writes a line of JSON when a completion ends."""
 
     def __init__(
@@ -110,7 +110,7 @@ def make_writer(
     has_headers: bool,
     model: Mapping[str, Any],
     extras: Sequence[Mapping[str, Any]],
-) -> AbstractWriter:
+) -> AbstractCompletionWriter:
     """Return the writer for a value of `--format`; JSON says of what `model` it is."""
     if output_format == "text":
         return TextWriter(out, has_headers=has_headers)

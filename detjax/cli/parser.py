@@ -14,8 +14,9 @@ from detjax.cli.arguments import (
 )
 from detjax.cli.command_line import CommandParser, check_file, check_share
 from detjax.cli.errors import EXIT_CODES, InputError, bad_input, check_unicode
-from detjax.cli.options import NO_CACHE, NO_CAST, add_options
+from detjax.cli.options import NO_CACHE, add_options
 from detjax.cli.receipts import check_can_sign
+from detjax.defaults import NO_CAST
 
 DESCRIPTION = """\
 Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a

@@ -28,7 +28,7 @@ _KEYS = (*_KINDS, "id", "sampling", *_TEMPLATE_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class PromptEntry:
     """What to continue: a text, token ids, or a conversation where there are messages.
 
     Attributes:
@@ -70,7 +70,7 @@ def read_prompts(
     *,
     is_chat: bool = False,
     system_prompt: str | None = None,
-) -> tuple[Prompt, ...]:
+) -> tuple[PromptEntry, ...]:
     """Read every prompt, those of `--prompt` first.
 
     Args:
@@ -92,7 +92,7 @@ def read_prompts(
         check_unicode(text, origin)
         if len(text.encode()) > PROMPT_BYTES:
             raise _too_long(origin)
-        prompts.append(Prompt(origin=origin, text=text))
+        prompts.append(PromptEntry(origin=origin, text=text))
     if prompts_file is not None:
         prompts.extend(_read_prompts_file(Path(prompts_file).expanduser()))
     if not prompts:
@@ -112,7 +112,7 @@ def read_prompts(
     return tuple(prompts)
 
 
-def _as_chat(prompt: Prompt, system_prompt: str | None) -> Prompt:
+def _as_chat(prompt: PromptEntry, system_prompt: str | None) -> PromptEntry:
     """The conversation of a prompt, which begins with a system message if there is one."""
     if prompt.token_ids:
         raise InputError(f"{prompt.origin} has `prompt_token_ids`, and --chat asks texts alone")
@@ -134,7 +134,7 @@ def _read_standard_input() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _read_prompts_file(path: Path) -> Iterator[Prompt]:
+def _read_prompts_file(path: Path) -> Iterator[PromptEntry]:
     """Yield the prompts of a file, line by line."""
     readers = {".txt": _read_text_line, ".jsonl": _read_json_line}
     if path.suffix not in readers:
@@ -170,11 +170,11 @@ def _too_long(origin: str) -> InputError:
     )
 
 
-def _read_text_line(line: str, origin: str) -> Prompt:
-    return Prompt(origin=origin, text=line)
+def _read_text_line(line: str, origin: str) -> PromptEntry:
+    return PromptEntry(origin=origin, text=line)
 
 
-def _read_json_line(line: str, origin: str) -> Prompt:
+def _read_json_line(line: str, origin: str) -> PromptEntry:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -189,7 +189,7 @@ def _read_json_line(line: str, origin: str) -> Prompt:
     if len(entry.keys() & set(_KINDS)) != 1:
         raise InputError(f"{origin} must have exactly one of {_named(_KINDS)}")
     check_unicode(json.dumps(entry, ensure_ascii=False), origin)
-    return Prompt(
+    return PromptEntry(
         origin=origin,
         text=_typed(entry, "prompt", str, "text", "", origin),
         token_ids=_token_ids(entry, origin),

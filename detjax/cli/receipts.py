@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ import rich.progress
 from detjax.cli import options
 from detjax.cli.arguments import GenerateArgs
 from detjax.cli.command_line import CommandParser, check_counts, check_file, check_model_option
+from detjax.cli.display import MAX_LINES
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
-from detjax.cli.job import Job
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.engine.outputs.completion import CompletionOutput
@@ -32,8 +32,7 @@ if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
     from detjax.proof.identity import Identity
     from detjax.proof.receipt import Receipt
-
-_MAX_LINES = 10
+    from detjax.proof.rerun import ReceiptDifference
 
 
 def check_can_sign(key: str | None) -> None:
@@ -52,7 +51,10 @@ def check_can_sign(key: str | None) -> None:
 
 
 def write_receipts(
-    args: GenerateArgs, identity: "Identity", outputs: Sequence[CompletionOutput], job: Job
+    args: GenerateArgs,
+    identity: "Identity",
+    outputs: Sequence[CompletionOutput],
+    end_token_ids: Sequence[int],
 ) -> None:
     """Write a receipt of each completion, signed if asked for."""
     from detjax.proof.receipt import Receipt
@@ -61,7 +63,7 @@ def write_receipts(
     key = None if args.sign is None else SigningKey(Path(args.sign))
     with Path(args.receipts).open("w") as file:
         for output in outputs:
-            receipt = Receipt.of(identity, output, end_token_ids=job.end_ids)
+            receipt = Receipt.of(identity, output, end_token_ids=end_token_ids)
             file.write((receipt if key is None else receipt.signed(key)).to_json() + "\n")
 
 
@@ -243,12 +245,11 @@ def _run(
     has_predictions: bool,
     order: Callable[[Sequence["Receipt"]], Sequence[int]],
 ) -> dict[str, Any]:
+    """Load the model, run the receipts and tell; return the report."""
     from detjax.proof.identity import Identifier
-    from detjax.proof.rerun import rerun
 
     keep_compiled_programs(args.cache_dir)
     console = rich.console.Console(stderr=True, quiet=args.quiet)
-    loud = rich.console.Console(stderr=True)
     first = receipts[0]
     folder, name = find_model_of(first, model=args.model, revision=args.revision)
     begin_s = time.perf_counter()
@@ -258,54 +259,22 @@ def _run(
     for path, said, now in unlike:
         console.print(f"accepted: {path} is {said} in the receipts and {now} here", markup=False)
     loaded_s = time.perf_counter() - begin_s
-    with rich.progress.Progress(
-        console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(what, total=len(receipts))
-        run_s = time.perf_counter()
-        differences = rerun(
-            llm.engine,
-            llm.tokenizer,
-            receipts,
-            identity=here,
-            config=llm.config.model,
-            has_predictions=has_predictions,
-            excused=excused,
-            order=order(receipts),
-            progress=lambda done: bar.update(task, completed=done),
-        )
-        run_s = time.perf_counter() - run_s
+    differences, run_s = _rerun(
+        llm, receipts, here, console,
+        what=what, has_predictions=has_predictions, excused=excused, order=order(receipts),
+    )  # fmt: skip
     stats = llm.engine.stats()
     run_s -= stats.compile_s
-    num_tokens = sum(len(receipt.token_ids) for receipt in receipts)
-    lines = [str(difference) for difference in differences[:_MAX_LINES]]
-    if len(differences) > _MAX_LINES:
-        lines.append(f"and {len(differences) - _MAX_LINES} more")
-    style = "bold red" if differences else "bold green"
-    for line in lines:
-        loud.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
-    unproven = _unproven(receipts, args.trust, unlike)
-    print(
-        f"{what} {len(receipts)} receipts, {num_tokens} tokens and logprobs: "
-        f"{len(differences)} receipts differ"
-    )
-    print(f"model: weights {here.model['weights']}, found at {folder}")
-    print(f"not proven: {'; '.join(unproven)}")
-    console.print(
-        f"{what} with tp {args.tp}, dp {args.dp}, batch {llm.config.engine.batch_size}: "
-        f"load {loaded_s:.1f} s, compile {stats.compile_s:.1f} s, run {run_s:.2f} s",
-        style=style,
-    )
-    return {
+    report = {
         "what": what,
         "num_receipts": len(receipts),
-        "num_tokens": num_tokens,
+        "num_tokens": sum(len(receipt.token_ids) for receipt in receipts),
         "differences": [
             {"receipt": d.index + 1, "field": d.field, "said": d.receipt, "here": d.here}
             for d in differences
         ],
         "model": here.model | {"folder": str(folder)},
-        "not_proven": unproven,
+        "not_proven": _unproven(receipts, args.trust, unlike),
         "accepted": [path for path, _, _ in unlike],
         "tp": args.tp,
         "dp": args.dp,
@@ -316,6 +285,66 @@ def _run(
         "num_windows": stats.num_windows,
         "num_rollbacks": stats.num_rollbacks,
     }
+    _tell(report, differences, console)
+    return report
+
+
+def _rerun(
+    llm: "LLM",
+    receipts: Sequence["Receipt"],
+    here: "Identity",
+    console: rich.console.Console,
+    *,
+    what: str,
+    has_predictions: bool,
+    excused: Sequence[str],
+    order: Sequence[int],
+) -> tuple[list["ReceiptDifference"], float]:
+    """Run the receipts under a bar; what differs, and the seconds that it took."""
+    from detjax.proof.rerun import rerun
+
+    with rich.progress.Progress(
+        console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=len(receipts))
+        begin_s = time.perf_counter()
+        differences = rerun(
+            llm.engine,
+            llm.tokenizer,
+            receipts,
+            identity=here,
+            config=llm.config.model,
+            has_predictions=has_predictions,
+            excused=excused,
+            order=order,
+            progress=lambda done: bar.update(task, completed=done),
+        )
+        return differences, time.perf_counter() - begin_s
+
+
+def _tell(
+    report: Mapping[str, Any],
+    differences: Sequence["ReceiptDifference"],
+    console: rich.console.Console,
+) -> None:
+    """Write the verdict to standard output, and what differs and the times to standard error."""
+    loud = rich.console.Console(stderr=True)
+    lines = [str(difference) for difference in differences[:MAX_LINES]]
+    if len(differences) > MAX_LINES:
+        lines.append(f"and {len(differences) - MAX_LINES} more")
+    style = "bold red" if differences else "bold green"
+    for line in lines:
+        loud.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
+    what, model = f"{report['what']} {report['num_receipts']} receipts", report["model"]
+    print(f"{what}, {report['num_tokens']} tokens and logprobs: {len(differences)} receipts differ")
+    print(f"model: weights {model['weights']}, found at {model['folder']}")
+    print(f"not proven: {'; '.join(report['not_proven'])}")
+    console.print(
+        f"{report['what']} with tp {report['tp']}, dp {report['dp']}, batch "
+        f"{report['batch_size']}: load {report['load_s']:.1f} s, compile "
+        f"{report['compile_s']:.1f} s, run {report['run_s']:.2f} s",
+        style=style,
+    )
 
 
 def _open(

@@ -1,49 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told about a run: what decides its bits, where the time went, and its digests."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from detjax.cli.arguments import GenerateArgs, sampling_params
 from detjax.cli.check import CheckResult
 from detjax.cli.display import Display
-from detjax.cli.job import Job
-from detjax.cli.model import OpenModel
+from detjax.cli.model import ModelFiles
 from detjax.cli.output import digest_of_all, entry_of
+from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.run import RunResult
 from detjax.cli.warm import Compiled
-from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
 from detjax.models.bundled import bundled_model_path
-from detjax.models.config import ModelConfig
 from detjax.models.generation_config import default_sampling
 
 if TYPE_CHECKING:  # imports JAX
+    from detjax.llm_config import LLMConfig
     from detjax.proof.identity import Identity
 
 
-def card(
-    args: GenerateArgs, folder: Path, config: ModelConfig, model: OpenModel, engine: EngineConfig
-) -> dict[str, str]:
+def card(args: GenerateArgs, files: ModelFiles, config: "LLMConfig") -> dict[str, str]:
     """Return what runs, and what decides its bits."""
-    from detjax.llm_config import describe
-
+    folder = files.folder
     is_bundled = folder == bundled_model_path()
-    facts = describe(
-        f"{folder.name}, which comes with the package" if is_bundled else args.model,
-        config,
-        engine,
-        weight_dtype=args.dtype,
-        compute_dtype=args.compute,
-        weight_cast=model.weight_cast,
-        fingerprint=model.fingerprint,
-        backend=model.backend,
-        backend_reason=model.backend_reason,
-        dp=args.dp,
-        tp=args.tp,
-        cache_bytes=model.cache_bytes(engine),
-    )
+    name = f"{folder.name}, which comes with the package" if is_bundled else args.model
+    # The context of the files: that of the weights is cut to the longest prompt and completion.
+    facts = dataclasses.replace(config, name=name, model=files.config).facts()
     defaults = default_sampling(folder) if args.generation_config == "auto" else {}
     if defaults:
         values = ", ".join(f"{name} {value}" for name, value in defaults.items())
@@ -62,22 +47,21 @@ def run_stats(result: RunResult, load_s: float) -> dict[str, int | float]:
 def document(
     args: GenerateArgs,
     identity: "Identity",
-    job: Job,
+    batch: PromptBatch,
     result: RunResult,
-    model: OpenModel,
     stats: Mapping[str, int | float],
     check: CheckResult | None,
 ) -> dict[str, Any]:
     """Return the one document of `--format json`."""
     entry = {
         "model": identity.model,
-        "fingerprint": model.fingerprint,
-        "weight_cast": model.weight_cast,
-        "backend": model.backend,
+        "fingerprint": identity.numerics["fingerprint"],
+        "weight_cast": identity.model["weight_cast"],
+        "backend": identity.build["backend"],
         "dp": args.dp,
         "tp": args.tp,
         "sampling": sampling_params(args).as_dict(),
-        "completions": [entry_of(output, job.extras) for output in result.outputs],
+        "completions": [entry_of(output, batch.extras) for output in result.outputs],
         "digest": digest_of_all(result.outputs),
         "stats": dict(stats),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a job once, in one of the ways that must all give the same bits."""
+"""Computes a batch of prompts once, in one of the ways that must all give the same bits."""
 
 import dataclasses
 import itertools
@@ -7,11 +7,12 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from detjax.cli.display import Display
-from detjax.cli.job import Job
-from detjax.cli.model import OpenModel
-from detjax.cli.output import AbstractWriter
+from detjax.cli.output import AbstractCompletionWriter
+from detjax.cli.processes import Processes
+from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.transcript import Transcript
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
@@ -20,20 +21,21 @@ from detjax.engine.outputs.request_output import TokenEvent
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.trace import NO_TRACE, TracesEvents
-from detjax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.llm import LLM
 
 _IMPORTED_S = time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """One way to compute a job.
+    """One way to compute a batch of prompts.
 
     Attributes:
         engine: How much the engine does at once.
         order_name: How `order` came about, for people.
-        order: The requests of the engine, as indices into those of the job; None is a
+        order: The requests of the engine, as indices into those of the batch; None is a
             neighbour, a request whose answer nobody wants.
     """
 
@@ -43,8 +45,13 @@ class RunPlan:
 
     @property
     def num_neighbours(self) -> int:
-        """Requests beside those of the job."""
+        """Requests beside those of the batch."""
         return self.order.count(None)
+
+    def renumbered[Of: (TokenEvent, Completion)](self, made: Of) -> Of | None:
+        """Number what the engine made as the batch numbers its request; None of a neighbour."""
+        index = self.order[made.request_idx]
+        return None if index is None else dataclasses.replace(made, request_idx=index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,87 +72,105 @@ class RunResult:
     first_token_s: float | None
 
 
-def run_job(
-    job: Job,
+def run_batch(
+    batch: PromptBatch,
     plan: RunPlan,
-    model: OpenModel,
-    tokenizer: Tokenizer,
+    llm: "LLM",
     *,
-    writer: AbstractWriter,
+    processes: Processes,
+    writer: AbstractCompletionWriter,
     display: Display,
     is_live: bool,
-    tracer: TracesEvents = NO_TRACE,
 ) -> RunResult:
-    """Compute a job as `plan` says, and write its completions as they come.
+    """Compute a batch as `plan` says, and write its completions as they come.
 
     Args:
-        job: What to compute.
+        batch: What to compute.
         plan: How.
-        model: With what.
-        tokenizer: That of the model.
+        llm: With the engine of the plan, which has computed nothing yet.
+        processes: That compute it together.
         writer: Where completions go.
         display: Where progress goes.
         is_live: Text appears where progress does, which must end when it begins.
-        tracer: Keeps a timeline.
     """
-    batch = TextBatch(job.requests, tokenizer, end_ids=job.end_ids, fingerprint=model.fingerprint)
-    transcript = Transcript(batch, writer)
-    engine = model.make_engine(plan.engine, tracer)
-    num_sequences = len(job.seqs)
-    times: list[float] = []
-    counter = itertools.count(1)
-
-    def on_token(event: TokenEvent) -> bool:
-        if not times:
-            times.append(_process_age_s())
-        index = plan.order[event.request_idx]
-        num_tokens = next(counter)
-        if is_live:
-            display.idle()
-        else:
-            ended = f"{batch.num_ended} of {num_sequences} completions"
-            display.busy(f"{ended}, {num_tokens} tokens")
-        if index is None:
-            return False
-        return transcript.on_token(dataclasses.replace(event, request_idx=index))
-
-    def on_completion(completion: Completion) -> None:
-        index = plan.order[completion.request_idx]
-        if index is not None:
-            transcript.on_completion(dataclasses.replace(completion, request_idx=index))
-
-    requests = _requests(batch, plan)
-    with display.compiling() as progress:
-        engine.compile(progress, requests)
-    ahead_s = engine.stats().compile_s
+    texts = llm.text_batch(batch.requests)
+    listener = _Listener(plan, texts, writer, display, processes, is_live=is_live)
+    requests = _requests(texts, plan)
+    with display.compiling() as progress, processes.working():
+        llm.engine.compile(processes.telling(progress), requests)
+    ahead_s = llm.engine.stats().compile_s
     display.busy("reading the prompts")
+    processes.check_same("requests", repr(requests))
     try:
-        completions = engine.generate(requests, on_token=on_token, on_completion=on_completion)
+        with processes.working():
+            processes.progress()
+            completions = llm.engine.generate(
+                requests, on_token=listener.on_token, on_completion=listener.on_completion
+            )
     finally:
         display.idle()
-    ours = [
-        dataclasses.replace(completion, request_idx=index)
-        for completion in completions
-        if (index := plan.order[completion.request_idx]) is not None
-    ]
-    stats = engine.stats()
+    ours = [done for one in completions if (done := plan.renumbered(one)) is not None]
+    stats = llm.engine.stats()
     return RunResult(
-        outputs=batch.outputs(ours),
+        outputs=texts.outputs(ours),
         stats=stats,
         running_s=stats.step_s.total - (stats.compile_s - ahead_s),
-        first_token_s=times[0] if times else None,
+        first_token_s=listener.first_token_s,
     )
 
 
-def _requests(batch: TextBatch, plan: RunPlan) -> list[Request]:
+class _Listener:
+    """Writes what an engine emits of the batch's requests, and shows how far the run is.
+
+    Attributes:
+        first_token_s: When the first token came, in seconds since the process started.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        texts: TextBatch,
+        writer: AbstractCompletionWriter,
+        display: Display,
+        processes: Processes,
+        *,
+        is_live: bool,
+    ):
+        self._plan, self._texts, self._display = plan, texts, display
+        self._processes, self._is_live = processes, is_live
+        self._transcript = Transcript(texts, writer)
+        self._num_tokens = 0
+        self.first_token_s: float | None = None
+
+    def on_token(self, event: TokenEvent) -> bool:
+        """Take a token; return True if a stop string of its sequence is complete."""
+        self._processes.progress()
+        if self.first_token_s is None:
+            self.first_token_s = _process_age_s()
+        self._num_tokens += 1
+        if self._is_live:
+            self._display.idle()
+        else:
+            ended = f"{self._texts.num_ended} of {len(self._texts.sequences)} completions"
+            self._display.busy(f"{ended}, {self._num_tokens} tokens")
+        ours = self._plan.renumbered(event)
+        return ours is not None and self._transcript.on_token(ours)
+
+    def on_completion(self, completion: Completion) -> None:
+        """Take the completion of a sequence, after its tokens."""
+        if (ours := self._plan.renumbered(completion)) is not None:
+            self._transcript.on_completion(ours)
+
+
+def _requests(texts: TextBatch, plan: RunPlan) -> list[Request]:
     """Return what the engine is asked, neighbours included."""
-    requests = batch.token_requests
+    requests = texts.token_requests
     neighbours = (_neighbour(requests[i % len(requests)], i) for i in itertools.count())
     return [next(neighbours) if i is None else requests[i] for i in plan.order]
 
 
 def _neighbour(like: Request, number: int) -> Request:
-    """Return a request unlike one of the job: another prompt, length and sampling."""
+    """Return a request unlike those of the batch: another prompt, length and sampling."""
     ids = like.prompt_token_ids[::-1][: 1 + number * 7 % len(like.prompt_token_ids)]
     sampling = SamplingParams(
         max_tokens=1 + (3 + number * 5) % like.sampling.max_tokens,

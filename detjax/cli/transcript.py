@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the sequences of a run while they are made, each in its turn."""
 
-from detjax.cli.output import AbstractWriter
+from detjax.cli.output import AbstractCompletionWriter
 from detjax.engine.outputs.completion import Completion, best
 from detjax.engine.outputs.request_output import TokenEvent
 from detjax.engine.outputs.text_batch import SequenceText, TextBatch
@@ -13,7 +13,7 @@ class Transcript:
     Of a prompt with more sequences than are wanted, the best are written when all have ended.
     """
 
-    def __init__(self, batch: TextBatch, writer: AbstractWriter):
+    def __init__(self, batch: TextBatch, writer: AbstractCompletionWriter):
         """Begin, with nothing written."""
         self._batch = batch
         self._writer = writer

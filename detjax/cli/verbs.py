@@ -55,7 +55,7 @@ VERBS = {
         does="make a folder in Hugging Face format of a GGUF file",
     ),
     "grpo": Verb(
-        module="detjax.training.grpo",
+        module="detjax.grpo",
         does="train a policy by GRPO whose rollouts have the trainer's bits",
     ),
 }

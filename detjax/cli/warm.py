@@ -3,8 +3,12 @@
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from detjax.cli.model import CompilesPrograms, Progress
+from detjax.progress import Progress
+
+if TYPE_CHECKING:  # imports JAX
+    from detjax.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +19,7 @@ class Compiled:
     ready_s: float
 
 
-def warm(engine: CompilesPrograms, progress: Progress) -> tuple[Compiled, ...]:
+def warm(engine: "Engine", progress: Progress) -> tuple[Compiled, ...]:
     """Compile all that requests can need, several programs at a time.
 
     Args:

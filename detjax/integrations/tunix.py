@@ -146,7 +146,7 @@ class DetjaxActor(nnx.Module):
             ids=input_tokens.reshape(-1).astype(jnp.int32),
             targets=jnp.zeros(num_rows, jnp.int32),
             weights=jnp.zeros(num_rows, jnp.float32),
-            slots=jnp.where(is_real, first + positions, num_rows + row).reshape(-1),
+            places=jnp.where(is_real, first + positions, num_rows + row).reshape(-1),
             lengths=is_real.sum(axis=1, dtype=jnp.int32),
             length=length,
         )

@@ -26,7 +26,7 @@ from detjax.models import template_process
 from detjax.models.template_process import MEMORY_BYTES, RENDER_S, make_environment
 
 START_S = 60.0
-"""For Python to start."""
+"""Seconds that a process may take to start, and to read what it works with."""
 
 TEMPLATE_CHARS = 2**20
 """Longest template."""
@@ -36,7 +36,8 @@ TOLD = template_process.TOLD.decode()
 UNKNOWN = template_process.UNKNOWN.decode()
 """Where a character is from; see `Rendered.origin`."""
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+"""Of a template that reads the messages alone."""
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
@@ -73,7 +74,7 @@ def check_template(template: str) -> None:
 
 
 def render_template(
-    template: str, told: Mapping[str, Any], own: Mapping[str, Any] = _NONE
+    template: str, told: Mapping[str, Any], own: Mapping[str, Any] = NO_VARIABLES
 ) -> Rendered:
     """Render a template with values that JSON can hold.
 

@@ -11,15 +11,16 @@ other key is refused, because a key that is skipped may be the one that changes 
 import dataclasses
 import json
 from collections.abc import Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig, RopeKind
+from detjax.models.config import ExpertConfig, ModelConfig
 from detjax.models.family import BiasRule, Family, WindowRule
+from detjax.models.hf_rope import rope_config, scaled_context
+from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
 from detjax.models.registry import find_family
-from detjax.models.tokenizer import read_eos_id
+from detjax.models.tokenizer_files import read_eos_id
 
 CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -65,24 +66,7 @@ INERT_KEYS = frozenset(
 architecture is what is computed.
 """
 
-LARGEST: Mapping[str, int] = {
-    "head_dim": 2**13,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "max_position_embeddings": 2**60,
-    "moe_intermediate_size": 2**24,
-    "num_attention_heads": 2**14,
-    "num_experts": 2**16,
-    "num_hidden_layers": 2**13,
-    "num_key_value_heads": 2**14,
-    "num_local_experts": 2**16,
-    "original_max_position_embeddings": 2**60,
-    "sliding_window": 2**30,
-    "vocab_size": 2**28,
-}
-"""Sizes above these are a mistake, and would take memory or minutes before weights are read."""
 
-LARGEST_NUMBER = 1e300
 MAX_FILE_BYTES = 2**24
 
 READ_KEYS = frozenset(
@@ -90,27 +74,6 @@ READ_KEYS = frozenset(
 )
 """Keys that are read here for every family, beside `Family.defaults` and the rotary ones."""
 
-ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
-    RopeKind.DEFAULT: frozenset(),
-    RopeKind.LINEAR: frozenset({"factor"}),
-    RopeKind.LLAMA3: frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-    RopeKind.YARN: frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "finetuned",  # of its training, and read by nobody
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-}
-"""What each kind of rotary scaling reads, beside its type, base and partial factor."""
 
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -195,17 +158,17 @@ def _model_config(
     """Map the keys of a `config.json` by the rules of its family."""
     _check_keys(values, family)
     full = {**family.defaults, **values}
-    hidden_size, num_heads = _int(full, "hidden_size"), _int(full, "num_attention_heads")
+    hidden_size, num_heads = int_of(full, "hidden_size"), int_of(full, "num_attention_heads")
     num_kv_heads = num_heads
     if full["num_key_value_heads"] is not None:
-        num_kv_heads = _int(full, "num_key_value_heads")
+        num_kv_heads = int_of(full, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_attention_heads={num_heads} must be a multiple of "
             f"num_key_value_heads={num_kv_heads}; correct the file"
         )
-    vocab_size = _int(full, "vocab_size")
-    max_position = _int(full, "max_position_embeddings")
+    vocab_size = int_of(full, "vocab_size")
+    max_position = int_of(full, "max_position_embeddings")
     eos_ids = _token_ids(full, "eos_token_id", vocab_size)
     generation_eos_ids = _token_ids(
         {"eos_token_id": None, **generation}, "eos_token_id", vocab_size
@@ -213,20 +176,20 @@ def _model_config(
     bos_ids = _token_ids(full, "bos_token_id", vocab_size)
     if len(bos_ids) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
-    rope = _rope_config(values, default_theta=family.defaults["rope_theta"], max_len=max_position)
+    rope = rope_config(values, default_theta=family.defaults["rope_theta"], max_len=max_position)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=_int(full, "num_hidden_layers"),
+        num_layers=int_of(full, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(full, hidden_size=hidden_size, num_heads=num_heads),
-        intermediate_size=_int(full, "intermediate_size"),
-        rms_norm_eps=_number(full, "rms_norm_eps"),
+        intermediate_size=int_of(full, "intermediate_size"),
+        rms_norm_eps=number_of(full, "rms_norm_eps"),
         rope=rope,
-        max_position_embeddings=max(max_position, _scaled_context(rope)),
-        tie_word_embeddings=_flag(full, "tie_word_embeddings"),
+        max_position_embeddings=max(max_position, scaled_context(rope)),
+        tie_word_embeddings=flag_of(full, "tie_word_embeddings"),
         qkv_bias=_has_bias(family.qkv_bias, full),
         o_bias=_has_bias(family.o_bias, full),
         qk_norm=family.qk_norm,
@@ -266,36 +229,6 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _int(values: Mapping[str, Any], key: str, *, minimum: int = 1) -> int:
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{key}={value!r:.80} must be an integer of at least {minimum}")
-    if value > LARGEST.get(key, value):
-        raise ValueError(f"{key}={value} must be at most {LARGEST[key]}; correct the file")
-    return value
-
-
-def _number(values: Mapping[str, Any], key: str, *, minimum: float | None = None) -> float:
-    """A finite number above 0, or from `minimum` on."""
-    value = values[key]
-    bound = "above 0" if minimum is None else f"of at least {minimum}"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (
-        is_number
-        and value < LARGEST_NUMBER
-        and (value > 0 if minimum is None else value >= minimum)
-    ):
-        raise ValueError(f"{key}={value!r:.80} must be a finite number {bound}")
-    return float(value)
-
-
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values[key]
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} must be true or false")
-    return value
-
-
 def _token_ids(values: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
     """No id, one id or a list of ids, each in the vocabulary."""
     given = values[key]
@@ -318,7 +251,7 @@ def _head_dim(values: Mapping[str, Any], *, hidden_size: int, num_heads: int) ->
             )
         head_dim = hidden_size // num_heads
     else:
-        head_dim = _int(values, "head_dim")
+        head_dim = int_of(values, "head_dim")
     if head_dim % 2:
         raise ValueError(f"{head_dim=} must be even, as rotary embedding pairs the channels")
     return head_dim
@@ -326,20 +259,20 @@ def _head_dim(values: Mapping[str, Any], *, hidden_size: int, num_heads: int) ->
 
 def _has_bias(rule: BiasRule, values: Mapping[str, Any]) -> bool:
     if rule is BiasRule.AS_CONFIGURED:
-        return _flag(values, rule.value)
+        return flag_of(values, rule.value)
     return rule is BiasRule.ALWAYS
 
 
 def _sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
     """Window of every layer: key j is visible to query i if i - window < j <= i."""
-    num_layers = _int(values, "num_hidden_layers")
+    num_layers = int_of(values, "num_hidden_layers")
     window = None
     if rule is not WindowRule.NEVER and values["sliding_window"] is not None:
-        window = _int(values, "sliding_window")
+        window = int_of(values, "sliding_window")
     first_sliding = 0
     if rule is WindowRule.BY_LAYER:
-        window = window if _flag(values, "use_sliding_window") else None
-        first_sliding = _int(values, "max_window_layers", minimum=0)
+        window = window if flag_of(values, "use_sliding_window") else None
+        first_sliding = int_of(values, "max_window_layers", minimum=0)
     is_sliding = [window is not None and i >= first_sliding for i in range(num_layers)]
     types = values.get("layer_types")
     if types is not None:
@@ -359,7 +292,7 @@ def _experts(
     if keys is None:
         return None
     names = [name for name in keys.num_experts if name in given] or [keys.num_experts[0]]
-    num_experts, top_k = _int(values, names[0]), _int(values, "num_experts_per_tok")
+    num_experts, top_k = int_of(values, names[0]), int_of(values, "num_experts_per_tok")
     if any(values[name] != num_experts for name in names):
         raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in names)} differ; keep one")
     if top_k > num_experts:
@@ -367,21 +300,21 @@ def _experts(
             f"num_experts_per_tok={top_k} must be at most {names[0]}={num_experts}; correct the "
             "file"
         )
-    layers = _expert_layers(values) if keys.layers else [True] * _int(values, "num_hidden_layers")
+    layers = _expert_layers(values) if keys.layers else [True] * int_of(values, "num_hidden_layers")
     if not any(layers):
         return None
     return ExpertConfig(
         num_experts=num_experts,
         top_k=top_k,
-        width=_int(values, keys.width),
-        renormalise=keys.renormalise is None or _flag(values, keys.renormalise),
+        width=int_of(values, keys.width),
+        renormalise=keys.renormalise is None or flag_of(values, keys.renormalise),
         layers=tuple(layers),
     )
 
 
 def _expert_layers(values: Mapping[str, Any]) -> list[bool]:
     """Every `decoder_sparse_step`-th layer has experts, but not those of `mlp_only_layers`."""
-    num_layers, step = _int(values, "num_hidden_layers"), _int(values, "decoder_sparse_step")
+    num_layers, step = int_of(values, "num_hidden_layers"), int_of(values, "decoder_sparse_step")
     dense = values["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i < num_layers for i in dense
@@ -408,129 +341,3 @@ def _check_layer_types(types: Any, derived: list[str], *, is_free: bool) -> None
                 f"layer_types[{i}]={kind!r} contradicts the other keys, by which the layer is "
                 f"{expected!r}; correct layer_types, use_sliding_window or sliding_window"
             )
-
-
-def _rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: int) -> RopeConfig:
-    """Read rotary parameters as transformers' `modeling_rope_utils` does."""
-    given, source = _rope_parameters(values)
-    top_theta, nested_theta = values.get("rope_theta"), given.pop("rope_theta", None)
-    if top_theta is not None and nested_theta is not None and top_theta != nested_theta:
-        raise ValueError(
-            f"rope_theta={top_theta!r} contradicts the {nested_theta!r} in {source}; keep one"
-        )
-    theta = next(t for t in (nested_theta, top_theta, default_theta) if t is not None)
-    old_name, new_name = given.pop("type", None), given.pop("rope_type", None)
-    if old_name is not None and new_name is not None and old_name != new_name:
-        raise ValueError(f"{source} has type={old_name!r} and rope_type={new_name!r}; keep one")
-    name = new_name or old_name or "default"
-    if name not in [kind.value for kind in RopeKind]:  # a list, as it need not be hashable
-        raise ValueError(
-            f"{source} asks for rope_type={name!r}, which is not supported; detjax has "
-            f"{', '.join(kind.value for kind in RopeKind)}"
-        )
-    partial = given.pop("partial_rotary_factor", 1)
-    if partial != 1:
-        raise ValueError(f"partial_rotary_factor={partial!r} is not supported; detjax rotates all")
-    for key, value in given.items():
-        if key not in ROPE_PARAMETERS[RopeKind(name)]:
-            raise ValueError(
-                f"{source}[{key!r}]={value!r} is not read by rope_type={name!r}; remove it, or "
-                "correct rope_type"
-            )
-    theta = _number({"rope_theta": theta}, "rope_theta")
-    return _scaled_rope(RopeKind(name), given, theta=theta, max_len=max_len, source=source)
-
-
-def _rope_parameters(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The dict of rotary parameters, without nulls, and the key it stands under."""
-    filled = [key for key in ("rope_scaling", "rope_parameters") if values.get(key)]
-    if len(filled) == 2:
-        raise ValueError("both rope_scaling and rope_parameters are given; keep one")
-    source = filled[0] if filled else "rope_parameters"
-    given = values.get(source) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{source}={given!r} must be an object or null")
-    # transformers reads an absent truncate as true but null as false, so null is left to be refused
-    return {k: v for k, v in given.items() if v is not None or k == "truncate"}, source
-
-
-def _scaled_rope(
-    kind: RopeKind, given: Mapping[str, Any], *, theta: float, max_len: int, source: str
-) -> RopeConfig:
-    """Fill in what one kind leaves out, in transformers' way."""
-    if kind is RopeKind.DEFAULT:
-        return RopeConfig(theta=theta)
-    original = 0
-    if kind is not RopeKind.LINEAR:
-        given = {"original_max_position_embeddings": max_len, **given}
-        original = _int(given, "original_max_position_embeddings")
-    if kind is RopeKind.YARN:
-        return _yarn_rope(
-            {
-                "factor": max_len / original,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "truncate": True,
-                **given,
-            },
-            theta=theta,
-        )
-    required = ROPE_PARAMETERS[kind]
-    if missing := sorted(required - given.keys()):
-        raise ValueError(f"{source} of rope_type={kind.value!r} lacks {', '.join(missing)}")
-    factor = _number(given, "factor", minimum=1.0)
-    if kind is RopeKind.LINEAR:
-        return RopeConfig(theta=theta, kind=kind, factor=factor)
-    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
-    if high <= low:
-        raise ValueError(f"high_freq_factor={high} must be above low_freq_factor={low}")
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_max_position=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _scaled_context(rope: RopeConfig) -> int:
-    """Tokens for which yarn makes a model: who adds it to a file need not raise its context."""
-    if rope.kind is not RopeKind.YARN:
-        return 0
-    context = {"max_position_embeddings": int(rope.factor * rope.original_max_position)}
-    return _int(context, "max_position_embeddings")
-
-
-def _yarn_rope(given: Mapping[str, Any], *, theta: float) -> RopeConfig:
-    factor = _number(given, "factor", minimum=1.0)
-    beta_fast, beta_slow = _number(given, "beta_fast"), _number(given, "beta_slow")
-    if beta_fast < beta_slow:
-        raise ValueError(f"{beta_fast=} must not be below {beta_slow=}")
-    if theta <= 1:
-        raise ValueError(f"rope_theta={theta} must be above 1 for rope_type='yarn'")
-    if "attention_factor" in given:
-        attention_factor = _number(given, "attention_factor")
-    else:
-        mscales = {"mscale": 0, "mscale_all_dim": 0, **given}
-        mscale = _number(mscales, "mscale", minimum=0.0)
-        mscale_all_dim = _number(mscales, "mscale_all_dim", minimum=0.0)
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
-        else:
-            attention_factor = _yarn_mscale(factor, 1.0)
-    return RopeConfig(
-        theta=theta,
-        kind=RopeKind.YARN,
-        factor=factor,
-        original_max_position=_int(given, "original_max_position_embeddings"),
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        attention_factor=attention_factor,
-        truncate=_flag(given, "truncate"),
-    )
-
-
-def _yarn_mscale(scale: float, mscale: float) -> float:
-    """`0.1 * mscale * ln(scale) + 1`, the logarithm by decimal: the same on every machine."""
-    return 0.1 * mscale * float(Decimal(scale).ln()) + 1.0

@@ -10,13 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -24,57 +22,30 @@ import tokenizers.models
 import tokenizers.processors
 
 from detjax.models.chat_messages import habits_of, messages_of
-from detjax.models.chat_template import OWN, UNKNOWN, Rendered, check_template, render_template
-
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-
-MAX_FILE_BYTES = 2**28
-"""Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
-
-MAX_GROWTH = 16
-"""How many times as long replacements and templates may make a text."""
+from detjax.models.chat_template import NO_VARIABLES, OWN, UNKNOWN, Rendered, render_template
+from detjax.models.tokenizer_files import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    ByteRules,
+    byte_rules_of,
+    check_added_tokens,
+    read_backend,
+    read_config,
+    read_template_file,
+    read_templates,
+    set_post_processor,
+    token_id_of,
+    token_text,
+    token_texts,
+    unk_id_of,
+)
 
 LOOKED_AT = 2**14
 """Characters of a text in which a rendered template has shown a control token."""
 
-_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteRules:
-    """How a token's text becomes bytes: the decoder of a tokenizer.json, token by token.
-
-    Attributes:
-        is_byte_level: Each character stands for one byte, as in GPT-2 (Llama 3, Qwen).
-        replacements: (old, new) in each token, in order: "▁" to " " (Llama 2, Mistral).
-        has_byte_fallback: The token `<0xE4>` is the byte 0xE4.
-        strips_first_space: A text that begins with a space is shown without it.
-    """
-
-    is_byte_level: bool = False
-    replacements: tuple[tuple[str, str], ...] = ()
-    has_byte_fallback: bool = False
-    strips_first_space: bool = False
-
-    def token_bytes(self, token: str) -> bytes:
-        """Return the bytes that `token` adds to a text; they need not be whole characters."""
-        if self.is_byte_level:
-            byte_of = _byte_of_character()
-            if all(character in byte_of for character in token):
-                return bytes(byte_of[character] for character in token)
-            return token.encode()  # as the library does
-        for old, new in self.replacements:
-            token = token.replace(old, new)
-        if self.has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
-            try:
-                return bytes.fromhex(token[3:5])
-            except ValueError:
-                return token.encode()
-        return token.encode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +88,8 @@ class Tokenizer:
             ValueError: If a file is missing or broken, or asks for a decoder that is not known.
         """
         folder = Path(folder)
-        backend = _read_backend(folder / TOKENIZER_FILE)
-        config = _read_config(folder / CONFIG_FILE)
+        backend = read_backend(folder / TOKENIZER_FILE)
+        config = read_config(folder / CONFIG_FILE)
         try:
             return cls._from_files(folder, backend, config)
         except (KeyError, TypeError, AttributeError) as error:
@@ -133,18 +104,18 @@ class Tokenizer:
         added = {
             i: token.content for i, token in backend.get_added_tokens_decoder().items()
         }  # both kinds: an added token need not be special
-        _check_added_tokens(config, added, folder)
-        named = {key: _token_text(config[key]) for key in _NAMED_TOKENS if config.get(key)}
-        lists = {key: _token_texts(config[key]) for key in _TOKEN_LISTS if config.get(key)}
+        check_added_tokens(config, added, folder)
+        named = {key: token_text(config[key]) for key in _NAMED_TOKENS if config.get(key)}
+        lists = {key: token_texts(config[key]) for key in _TOKEN_LISTS if config.get(key)}
         shown = [text for texts in lists.values() for text in texts]
-        ids = {text: _token_id(backend, text, folder) for text in [*named.values(), *shown]}
+        ids = {text: token_id_of(backend, text, folder) for text in [*named.values(), *shown]}
         special = {
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         }  # as the tokenizer marks them
         special |= set(ids.values())
-        _set_post_processor(backend, config, named, ids)
-        templates = _read_templates(folder, config)
-        rules = _byte_rules(backend, folder / TOKENIZER_FILE)
+        set_post_processor(backend, config, named, ids)
+        templates = read_templates(folder, config)
+        rules = byte_rules_of(backend, folder / TOKENIZER_FILE)
         return cls(
             source=folder,
             backend=backend,
@@ -158,7 +129,7 @@ class Tokenizer:
             eos_id=ids.get(named.get("eos_token", "")),
             special_ids=frozenset(special),
             control=_control_pattern(added[i] for i in special if i in added),
-            unk_id=_unk_id(backend),
+            unk_id=unk_id_of(backend),
             chat_template=templates.get("default"),
             template_tokens={**named, **lists},
             tool_template=templates.get("tool_use"),
@@ -210,7 +181,7 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] = _NO_VARIABLES,
+        variables: Mapping[str, Any] = NO_VARIABLES,
         has_control: bool = False,
     ) -> list[int]:
         """Return the ids of a conversation, up to where the assistant begins its answer.
@@ -292,7 +263,7 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] = _NO_VARIABLES,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """Return the text that `apply_chat_template` encodes; arguments and errors are the same.
 
@@ -389,29 +360,6 @@ class Tokenizer:
         return self.rules.strips_first_space and not any(map(self.token_bytes, prompt_ids))
 
 
-def read_eos_id(folder: Path) -> int | None:
-    """Return the end token that a folder's tokenizer_config.json names.
-
-    The same as `Tokenizer.from_folder(folder).eos_id`, without making a tokenizer, so that whoever
-    asks with token ids can have it, too. None where there is no tokenizer or it names none.
-
-    Raises:
-        ValueError: If a file is broken, or the tokenizer does not have the token.
-    """
-    path = folder / CONFIG_FILE
-    config = _read_config(path)
-    if not config.get("eos_token") or not (folder / TOKENIZER_FILE).is_file():
-        return None
-    try:
-        text = _token_text(config["eos_token"])
-        for token_id, token in config.get("added_tokens_decoder", {}).items():
-            if _token_text(token) == text:
-                return int(token_id)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is malformed ({error!r:.200}); copy the file again") from error
-    return _token_id(_read_backend(folder / TOKENIZER_FILE), text, folder)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chat:
     """A conversation, ready for a template.
@@ -494,213 +442,3 @@ def _named_backend(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -
     if changed != {i: renamed.get(text, text) for i, text in kept.items()}:
         raise ValueError(f"{refused} (ids have moved)")
     return _Named(backend=named, names=renamed)
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; a folder with another kind of tokenizer is converted by "
-            f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
-            f".save_pretrained({str(path.parent)!r})"
-        )
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, more than any tokenizer")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(
-            f"{path} is not a tokenizer.json that tokenizers {tokenizers.__version__} can read: "
-            f"{error}; copy the file again"
-        ) from error
-    backend.no_padding()
-    backend.no_truncation()
-    for part in (backend.normalizer, backend.decoder, backend.post_processor):
-        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > MAX_GROWTH:
-            raise ValueError(
-                f"{path} makes a text {growth} times as long ({type(part).__name__}), more than "
-                f"the {MAX_GROWTH} times that are allowed; it is no tokenizer of a language model"
-            )
-    return backend
-
-
-def _growth(step: Any) -> int:
-    """How many times as long a part of a tokenizer.json may make a text."""
-    if isinstance(step, list):
-        return math.prod(map(_growth, step))
-    if not isinstance(step, dict):
-        return 1
-    texts = [step[key] for key in ("content", "prepend") if isinstance(step.get(key), str)]
-    pieces = [step[key] for key in ("single", "pair") if isinstance(step.get(key), list)]
-    nested = [step[key] for key in ("normalizers", "decoders", "processors") if key in step]
-    return math.prod([*(max(1, len(x)) for x in texts), *map(_growth, nested)]) * max(
-        [1, *map(len, pieces)]
-    )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
-    return config
-
-
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by name; one without a name is "default"."""
-    path = folder / TEMPLATE_FILE
-    if path.is_file():
-        return {"default": read_template_file(path)}
-    found = config.get("chat_template")
-    if found is None:
-        return {}
-    if isinstance(found, list):  # several, each {"name": ..., "template": ...}
-        templates = {entry["name"]: entry["template"] for entry in found}
-    else:
-        templates = {"default": found}
-    for template in templates.values():
-        _check_template(folder / CONFIG_FILE, template)
-    return templates
-
-
-def read_template_file(path: Path) -> str:
-    """Return the chat template of a file.
-
-    Raises:
-        ValueError: If it cannot be read, or is no template.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-        template = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: {error}; copy the file again") from error
-    _check_template(path, template)
-    return template
-
-
-def _check_template(where: Path, template: Any) -> None:
-    if not isinstance(template, str):
-        raise ValueError(f"{where}: the chat template must be text, not {template!r:.80}")
-    try:
-        check_template(template)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _check_added_tokens(config: Mapping[str, Any], added: Mapping[int, str], folder: Path) -> None:
-    """Refuse a config with tokens that tokenizer.json lacks: they would be cut into pieces."""
-    for key, token in config.get("added_tokens_decoder", {}).items():
-        text = _token_text(token)
-        if added.get(int(key)) != text:
-            raise ValueError(
-                f"{folder / CONFIG_FILE} has token {key} as {text!r}, but {TOKENIZER_FILE} has "
-                f"{added.get(int(key))!r}; the files are of two tokenizers, copy both again"
-            )
-
-
-def _token_text(token: Any) -> str:
-    """Read a token as a config writes it: its text, or an object with its `content`."""
-    text = token["content"] if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise ValueError(f"{CONFIG_FILE}: {token!r} is not a token")
-    return text
-
-
-def _token_texts(tokens: Any) -> list[str]:
-    """Read a list of tokens, or an object of named ones."""
-    return [_token_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
-
-
-def _token_id(backend: tokenizers.Tokenizer, text: str, folder: Path) -> int:
-    token_id = backend.token_to_id(text)
-    if token_id is None:
-        raise ValueError(
-            f"{folder / CONFIG_FILE} names the token {text!r}, which {TOKENIZER_FILE} does not "
-            "have; the files are of two tokenizers, copy both again"
-        )
-    return token_id
-
-
-def _unk_id(backend: tokenizers.Tokenizer) -> int | None:
-    """What the model of a tokenizer.json gives for a text that it has no token for."""
-    model = backend.model
-    if isinstance(model, tokenizers.models.Unigram):
-        return json.loads(model.__getstate__())["unk_id"]
-    return None if model.unk_token is None else backend.token_to_id(model.unk_token)
-
-
-def _set_post_processor(
-    backend: tokenizers.Tokenizer,
-    config: Mapping[str, Any],
-    named: Mapping[str, str],
-    ids: Mapping[str, int],
-) -> None:
-    """Let `add_bos_token` and `add_eos_token` decide where a config has them."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return  # the tokenizer.json says it
-    first = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
-    last = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=[*first, "$A", *last],
-        pair=None,
-        special_tokens=[(text, ids[text]) for text in dict.fromkeys([*first, *last])],
-    )
-
-
-def _byte_rules(backend: tokenizers.Tokenizer, path: Path) -> ByteRules:
-    """Read the decoder of a tokenizer.json.
-
-    Raises:
-        ValueError: If it has a step that is not known, which would show another text.
-    """
-    if backend.decoder is None:
-        raise ValueError(f"{path} has no decoder; Llama, Mistral and Qwen tokenizers have one")
-    decoder = json.loads(backend.decoder.__getstate__())
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = [step["type"] for step in steps]
-    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
-        return ByteRules(is_byte_level=True)
-    is_known = all(map(_is_known_step, steps))
-    if not is_known or kinds != sorted(kinds, key=_STEP_ORDER.index):
-        raise ValueError(
-            f"{path}: the decoder {json.dumps(decoder, ensure_ascii=False)} is not known; known "
-            "are ByteLevel, and Replace, ByteFallback, Fuse, Strip of one first space in this order"
-        )
-    return ByteRules(
-        replacements=tuple(
-            (step["pattern"]["String"], step["content"])
-            for step in steps
-            if step["type"] == "Replace"
-        ),
-        has_byte_fallback="ByteFallback" in kinds,
-        strips_first_space="Strip" in kinds,
-    )
-
-
-_STEP_ORDER = ("Replace", "ByteFallback", "Fuse", "Strip")
-
-
-def _is_known_step(step: Mapping[str, Any]) -> bool:
-    if step["type"] == "Replace":
-        return "String" in step["pattern"]
-    if step["type"] == "Strip":
-        return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
-    return step["type"] in _STEP_ORDER
-
-
-@functools.cache
-def _byte_of_character() -> Mapping[str, int]:
-    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -18,7 +18,8 @@ import jax
 from detjax.compilation.toolchain import driver
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
-from detjax.models.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from detjax.models.tokenizer import Tokenizer
+from detjax.models.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE
 from detjax.models.weights.hashing import hash_weights
 from detjax.numerics import Build
 from detjax.proof.canonical_json import canonical_json

@@ -10,17 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from detjax.server.control import Control
-from detjax.server.protocol import RefusedError, parse, read_query
-from detjax.server.questions import Reader
+from detjax.server.errors import RefusedError
+from detjax.server.records import parse, read_query
+from detjax.server.request_reader import RequestReader
 from detjax.server.service import Service
 from detjax.server.streaming import reply, unless_left
-from detjax.server.turns import Hold, Mode
+from detjax.server.turns import Hold, PauseMode
 
 OpenMode = Literal["wait", "abort"]
 
-Run = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
-Row = tuple[str, str, Run, type[msgspec.Struct] | None]
+RouteRow = tuple[str, str, Handler, type[msgspec.Struct] | None]
 """A route: verb, path, what it does, and the type of its body."""
 
 
@@ -126,7 +127,7 @@ class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Admin:
     """What each route does."""
 
-    def __init__(self, service: Service, reader: Reader, folders: tuple[Path, ...]):
+    def __init__(self, service: Service, reader: RequestReader, folders: tuple[Path, ...]):
         """Of a service, with the folders that weights may be read from."""
         self._service, self._reader = service, reader
         self._control = Control(service, folders)
@@ -136,7 +137,9 @@ class Admin:
         asked = await self._reader.parsed(request, UpdateWeightsRequest)
         asked.check()
         mode = "abort" if asked.abort_all_requests else asked.mode or "wait"
-        update = self._control.update(asked.model_path, version=asked.version(), mode=Mode(mode))
+        update = self._control.update(
+            asked.model_path, version=asked.version(), mode=PauseMode(mode)
+        )
         version, num_open = await unless_left(request, update)
         return reply({
             "success": True,
@@ -149,7 +152,7 @@ class Admin:
     async def pause(self, request: Request) -> Response:
         """Let requests that come wait."""
         asked = await self._fields(request, PauseRequest)
-        pause = self._control.pause(Mode(asked.mode), clears_cache=asked.clear_cache)
+        pause = self._control.pause(PauseMode(asked.mode), clears_cache=asked.clear_cache)
         await unless_left(request, pause)
         return reply({"status": "paused"})
 
@@ -166,7 +169,7 @@ class Admin:
     async def sleep(self, request: Request) -> Response:
         """Free weights and cache on the devices."""
         asked = await self._fields(request, SleepRequest)
-        sleep = self._control.sleep(level=asked.level, mode=Mode(asked.mode))
+        sleep = self._control.sleep(level=asked.level, mode=PauseMode(asked.mode))
         await unless_left(request, sleep)
         return reply({"status": "sleeping", "level": asked.level})
 
@@ -183,7 +186,7 @@ class Admin:
         return reply({"is_sleeping": self._service.turns.has(Hold.SLEEPING)})
 
     @property
-    def routes(self) -> tuple[Row, ...]:
+    def routes(self) -> tuple[RouteRow, ...]:
         """Of the table of routes: verb, path, what it does, what it asks."""
         return (
             ("POST", "/update_weights_from_disk", self.update_weights, UpdateWeightsRequest),

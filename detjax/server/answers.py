@@ -13,10 +13,11 @@ import numpy as np
 
 from detjax.engine.outputs.request_output import FinishReason, TokenEvent
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.server.answer_reader import AnswerSyntax, Said, read
 from detjax.server.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
-from detjax.server.reading import Form, Said, read
+from detjax.server.output_deltas import OutputDelta
 from detjax.server.receipts import receipt_line, weights_of
-from detjax.server.service import Piece, ServedModel
+from detjax.server.served_model import ServedModel
 
 Json = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Shape:
         num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
             likely; None if not.
         request_id: What the answer's id ends with.
-        form: In which form the model writes; None where an answer is text alone.
+        syntax: In which syntax the model writes; None where an answer is text alone.
         warnings: What the client may have meant otherwise.
     """
 
@@ -51,7 +52,7 @@ class Shape:
     has_receipt: bool
     request_id: str
     num_prompt_top: int | None = None
-    form: Form | None = None
+    syntax: AnswerSyntax | None = None
     warnings: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     sampling_values: Json = dataclasses.field(init=False)
@@ -72,14 +73,14 @@ class Shape:
             "system_fingerprint": self.model.fingerprint,
         }
 
-    def choice(self, index: int, echo: str, pieces: Sequence[Piece]) -> Json:
-        """A whole choice, of all its pieces."""
-        last, begin = pieces[-1], self.echo(echo, pieces[0])
-        text = begin.text + "".join(piece.text for piece in pieces)
-        tokens = [token for piece in pieces for token in piece.tokens]
+    def choice(self, index: int, echo: str, deltas: Sequence[OutputDelta]) -> Json:
+        """A whole choice, of all its deltas."""
+        last, begin = deltas[-1], self.echo(echo, deltas[0])
+        text = begin.text + "".join(delta.text for delta in deltas)
+        tokens = [token for delta in deltas for token in delta.tokens]
         choice: Json = {"index": index, "finish_reason": _reason(last.finish_reason)}
         if self.is_chat:
-            said = Said(content=text) if self.form is None else read(self.form, text)
+            said = Said(content=text) if self.syntax is None else read(self.syntax, text)
             choice["message"] = {
                 "role": "assistant",
                 "content": said.content if said.content or not any(said) else None,
@@ -121,7 +122,7 @@ class Shape:
     def chunk(
         self,
         index: int,
-        piece: Piece,
+        delta: OutputDelta,
         offset: int,
         *,
         is_first: bool,
@@ -132,32 +133,32 @@ class Shape:
 
         Args:
             index: Of the choice.
-            piece: What is new.
+            delta: What is new.
             offset: Where its tokens begin in the text.
             is_first: Nothing came before.
-            said: Of a conversation, what is new of what is said, if that is not the piece's text.
+            said: Of a conversation, what is new of what is said, if that is not the delta's text.
             num_calls: Calls that came before.
         """
         choice: Json = {"index": index, "finish_reason": None}
         if self.is_chat:
-            said = Said(content=piece.text) if said is None else said
+            said = Said(content=delta.text) if said is None else said
             choice["delta"] = {"role": "assistant"} if is_first else {}
             choice["delta"] |= {"content": said.content} | self.said(said, index, num_calls)
             num_calls += len(said.calls)
         else:
-            choice["text"] = piece.text
-        choice["logprobs"] = self.logprobs(piece.tokens, offset)
+            choice["text"] = delta.text
+        choice["logprobs"] = self.logprobs(delta.tokens, offset)
         if self.has_token_ids:
-            choice["token_ids"] = [event.token_id for event, _ in piece.tokens]
+            choice["token_ids"] = [event.token_id for event, _ in delta.tokens]
             if is_first:
-                choice["prompt_token_ids"] = list(piece.prompt_token_ids)
-        if piece.completion is not None:
-            choice["finish_reason"] = _reason(piece.finish_reason, has_calls=num_calls > 0)
-            choice |= self.proof(piece)
+                choice["prompt_token_ids"] = list(delta.prompt_token_ids)
+        if delta.completion is not None:
+            choice["finish_reason"] = _reason(delta.finish_reason, has_calls=num_calls > 0)
+            choice |= self.proof(delta)
         return choice
 
-    def proof(self, last: Piece) -> Json:
-        """What lets anybody ask again and compare; of the last piece, which has it all."""
+    def proof(self, last: OutputDelta) -> Json:
+        """What lets anybody ask again and compare; of the last delta, which has it all."""
         done = last.completion
         assert done is not None
         proof: Json = {
@@ -184,8 +185,8 @@ class Shape:
             proof["receipt"] = receipt_line(self.model, done, last.whole_text, self.sampling)
         return {"detjax": proof}
 
-    def echo(self, text: str, first: Piece) -> Echo:
-        """What an answer begins with, as its first piece has it: the prompt, if it is echoed.
+    def echo(self, text: str, first: OutputDelta) -> Echo:
+        """What an answer begins with, as its first delta has it: the prompt, if it is echoed.
 
         With `logprobs` it is the text of the prompt's tokens, so that each has its offset in it.
         """
@@ -193,16 +194,16 @@ class Shape:
             return Echo(text)
         return echo_tokens(self.model.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
 
-    def of_prompt(self, piece: Piece, *, is_first: bool = True) -> Json:
+    def of_prompt(self, delta: OutputDelta, *, is_first: bool = True) -> Json:
         """What vLLM's server tells of a prompt, where it is wanted.
 
-        Of a conversation the ids, with the first piece; the logprobs with the piece that has them.
+        Of a conversation the ids, with the first delta; the logprobs with the delta that has them.
         """
         has_ids = self.is_chat and self.has_token_ids and is_first
-        ids: Json = {"prompt_token_ids": list(piece.prompt_token_ids)} if has_ids else {}
-        return ids | self._prompt_logprobs(piece)
+        ids: Json = {"prompt_token_ids": list(delta.prompt_token_ids)} if has_ids else {}
+        return ids | self._prompt_logprobs(delta)
 
-    def _prompt_logprobs(self, first: Piece) -> Json:
+    def _prompt_logprobs(self, first: OutputDelta) -> Json:
         scores = first.prompt_logprobs
         if self.num_prompt_top is None or scores is None:
             return {}
@@ -251,18 +252,18 @@ def _reason(reason: FinishReason | None, *, has_calls: bool = False) -> str | No
 
 
 class Usage:
-    """Counts the tokens of a request, piece by piece."""
+    """Counts the tokens of a request, delta by delta."""
 
     def __init__(self, num_prompt: int):
         """Begin with those of its prompts."""
         self._num_prompt, self._num_tokens = num_prompt, 0
         self._cached: dict[int, int] = {}
 
-    def add(self, piece: Piece) -> None:
-        """Take a piece."""
-        self._num_tokens += len(piece.tokens)
-        if piece.sequence_idx == 0:  # the others find what the first of a prompt has computed
-            self._cached[piece.prompt_idx] = piece.num_cached
+    def add(self, delta: OutputDelta) -> None:
+        """Take a delta."""
+        self._num_tokens += len(delta.tokens)
+        if delta.sequence_idx == 0:  # the others find what the first of a prompt has computed
+            self._cached[delta.prompt_idx] = delta.num_cached
 
     def as_dict(self) -> Json:
         """As completions have it."""

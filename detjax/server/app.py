@@ -20,20 +20,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from detjax.server.admin import Admin, Row, Run
+from detjax.server.admin import Admin, Handler, RouteRow
 from detjax.server.answers import error_body
+from detjax.server.chat_request import ChatRequest, DetokenizeRequest, TokenizeRequest
+from detjax.server.errors import RefusedError
 from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information
 from detjax.server.openapi import Operation, document, page
 from detjax.server.options import WebOptions
-from detjax.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    RefusedError,
-    TokenizeRequest,
-)
-from detjax.server.questions import Reader
-from detjax.server.responses import ResponsesRequest, ResponseWriter, form_of, named_as_asked
+from detjax.server.protocol import CompletionRequest
+from detjax.server.request_reader import RequestReader
+from detjax.server.response_events import ResponseWriter, answer_format_of
+from detjax.server.responses import ResponsesRequest, named_as_asked
 from detjax.server.service import Service
 from detjax.server.streaming import CLIENT_LEFT, id_of, key_of, log, reply, respond
 
@@ -52,31 +49,9 @@ OPEN_TO_ALL = WebOptions()
 
 def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
     """The application. With keys all routes but those of `OPEN_PATHS` ask for one."""
-    reader = Reader(service)
-    about = Information(service, reader)
+    reader = RequestReader(service)
     admin = Admin(service, reader, options.weights_dirs).routes if options.admin_keys else ()
     gate = _Gate.of(options, {path for _, path, _, _ in admin})
-
-    async def completions(request: Request) -> Response:
-        """Continue texts or token ids."""
-        asked = await reader.parsed(request, CompletionRequest)
-        return await respond(service, request, reader.completion(asked, id_of(request)))
-
-    async def chat(request: Request) -> Response:
-        """Answer a conversation."""
-        asked = await reader.parsed(request, ChatRequest)
-        return await respond(service, request, reader.chat(asked, id_of(request)))
-
-    async def responses(request: Request) -> Response:
-        """Answer a text or a conversation, in the form of OpenAI's responses."""
-        asked = await reader.parsed(request, ResponsesRequest)
-        asked.check()
-        with named_as_asked(asked):
-            return await respond(
-                service, request, reader.chat(asked.as_chat(), id_of(request)),
-                form=form_of(asked),
-                writer=functools.partial(ResponseWriter, asked),
-            )  # fmt: skip
 
     async def openapi(request: Request) -> Response:
         """This document."""
@@ -87,22 +62,9 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         headers = {"Content-Security-Policy": PAGE_POLICY}
         return Response(page(told), media_type="text/html", headers=headers)
 
-    table: tuple[Row, ...] = (
-        *(("GET", path, about.page, None) for path in PAGE_PATHS),
-        ("GET", "/health", about.health, None),
-        ("GET", "/health/live", about.live, None),
-        ("GET", "/health/ready", about.ready, None),
-        ("GET", "/version", about.version, None),
-        ("GET", "/metrics", about.metrics, None),
-        ("POST", "/reset_prefix_cache", about.reset_prefix_cache, None),
-        ("GET", "/v1/models", about.models, None),
-        ("GET", "/v1/models/{name:path}", about.model, None),
-        ("GET", "/tokenizer_info", about.tokenizer_info, None),
-        ("POST", "/tokenize", about.tokenize, TokenizeRequest),
-        ("POST", "/detokenize", about.detokenize, DetokenizeRequest),
-        ("POST", "/v1/completions", completions, CompletionRequest),
-        ("POST", "/v1/chat/completions", chat, ChatRequest),
-        ("POST", "/v1/responses", responses, ResponsesRequest),
+    table: tuple[RouteRow, ...] = (
+        *_information_rows(Information(service, reader)),
+        *_generation_rows(service, reader),
         ("GET", "/openapi.json", openapi, None),
         ("GET", "/docs", docs, None),
         *admin,
@@ -123,6 +85,55 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         routes=[Route(path, _guarded(run, gate), methods=[verb]) for verb, path, run, _ in table],
         exception_handlers={HTTPException: _http_error},
         middleware=_middleware(options),
+    )
+
+
+def _information_rows(about: Information) -> tuple[RouteRow, ...]:
+    """The routes that generate nothing."""
+    return (
+        *(("GET", path, about.page, None) for path in PAGE_PATHS),
+        ("GET", "/health", about.health, None),
+        ("GET", "/health/live", about.live, None),
+        ("GET", "/health/ready", about.ready, None),
+        ("GET", "/version", about.version, None),
+        ("GET", "/metrics", about.metrics, None),
+        ("POST", "/reset_prefix_cache", about.reset_prefix_cache, None),
+        ("GET", "/v1/models", about.models, None),
+        ("GET", "/v1/models/{name:path}", about.model, None),
+        ("GET", "/tokenizer_info", about.tokenizer_info, None),
+        ("POST", "/tokenize", about.tokenize, TokenizeRequest),
+        ("POST", "/detokenize", about.detokenize, DetokenizeRequest),
+    )
+
+
+def _generation_rows(service: Service, reader: RequestReader) -> tuple[RouteRow, ...]:
+    """The routes that ask the engine."""
+
+    async def completions(request: Request) -> Response:
+        """Continue texts or token ids."""
+        asked = await reader.parsed(request, CompletionRequest)
+        return await respond(service, request, reader.completion(asked, id_of(request)))
+
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        asked = await reader.parsed(request, ChatRequest)
+        return await respond(service, request, reader.chat(asked, id_of(request)))
+
+    async def responses(request: Request) -> Response:
+        """Answer a text or a conversation, in the form of OpenAI's responses."""
+        asked = await reader.parsed(request, ResponsesRequest)
+        asked.check()
+        with named_as_asked(asked):
+            return await respond(
+                service, request, reader.chat(asked.as_chat(), id_of(request)),
+                answer_format=answer_format_of(asked),
+                writer=functools.partial(ResponseWriter, asked),
+            )  # fmt: skip
+
+    return (
+        ("POST", "/v1/completions", completions, CompletionRequest),
+        ("POST", "/v1/chat/completions", chat, ChatRequest),
+        ("POST", "/v1/responses", responses, ResponsesRequest),
     )
 
 
@@ -167,7 +178,7 @@ class _Gate:
         )
 
 
-def _guarded(run: Run, gate: _Gate) -> Run:
+def _guarded(run: Handler, gate: _Gate) -> Handler:
     """A route with its key checked, its refusals told, and a line in the log."""
 
     async def guarded_route(request: Request) -> Response:

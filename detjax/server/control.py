@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 
 from detjax.engine.sleep import AsleepError
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.service import Service
-from detjax.server.turns import Hold, Mode
+from detjax.server.turns import Hold, PauseMode
 
 
 class Control:
@@ -34,7 +34,7 @@ class Control:
         self._service, self._folders = service, folders
         self._busy = ""
 
-    async def update(self, folder: str, *, version: int | None, mode: Mode) -> tuple[int, int]:
+    async def update(self, folder: str, *, version: int | None, mode: PauseMode) -> tuple[int, int]:
         """Replace the weights by those of a folder.
 
         They are checked as far as their files' headers say, before any request is held or aborted.
@@ -65,7 +65,7 @@ class Control:
                 await _to_its_end(self._changed(load))
             return version, num_open
 
-    async def pause(self, mode: Mode, *, clears_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clears_cache: bool) -> None:
         """Let requests that come wait until `resume`."""
         engine = self._service.model.engine
         with self._alone("a pause"), _as_refusal("clear_cache"):
@@ -80,7 +80,7 @@ class Control:
         with self._alone("a resume"):
             self._service.turns.end(Hold.PAUSED)
 
-    async def sleep(self, *, level: int, mode: Mode) -> None:
+    async def sleep(self, *, level: int, mode: PauseMode) -> None:
         """Free the weights (level 1 keeps a copy on the host) and the cache on the devices."""
         engine = self._service.model.engine
         with self._alone("a sleep"):
@@ -116,7 +116,7 @@ class Control:
 
     @contextlib.asynccontextmanager
     async def _quiet(
-        self, hold: Hold, mode: Mode, *, is_kept: bool = False
+        self, hold: Hold, mode: PauseMode, *, is_kept: bool = False
     ) -> AsyncGenerator[None]:
         """Hold requests while this lasts, with none open within; `is_kept`: and afterwards."""
         service = self._service
@@ -124,7 +124,7 @@ class Control:
         service.turns.begin(hold)
         has_ended = False
         try:
-            if mode is Mode.ABORT:
+            if mode is PauseMode.ABORT:
                 service.abort()
             try:
                 await service.turns.quiet()

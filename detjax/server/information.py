@@ -12,8 +12,9 @@ from starlette.responses import Response
 import detjax
 from detjax.server import metrics
 from detjax.server.answers import Json
-from detjax.server.protocol import DetokenizeRequest, RefusedError, TokenizeRequest
-from detjax.server.questions import Reader
+from detjax.server.chat_request import DetokenizeRequest, TokenizeRequest
+from detjax.server.errors import RefusedError
+from detjax.server.request_reader import RequestReader
 from detjax.server.service import Service, ServiceState
 from detjax.server.streaming import key_of, reply, unless_left
 
@@ -38,7 +39,7 @@ PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 class Information:
     """What each route does."""
 
-    def __init__(self, service: Service, reader: Reader):
+    def __init__(self, service: Service, reader: RequestReader):
         """Of a service."""
         self._service, self._reader = service, reader
         folder = importlib.resources.files("detjax.server") / "page"

@@ -20,7 +20,8 @@ from detjax.engine.metrics import (
     EngineStats,
     Histogram,
 )
-from detjax.server.service import ServedModel, Service, ServiceState
+from detjax.server.served_model import ServedModel
+from detjax.server.service import Service, ServiceState
 
 GAUGES = {
     "num_waiting": "Sequences in the queue.",

@@ -8,13 +8,11 @@ import html
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 import detjax
-
-Json = dict[str, Any]
+from detjax.server.answers import Json
 
 _SCHEMAS = "#/components/schemas/"
 _TEXTS = {"/metrics": "text/plain"}

@@ -5,8 +5,8 @@ from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.receipt import Receipt
-from detjax.server.protocol import RefusedError
-from detjax.server.service import ServedModel
+from detjax.server.errors import RefusedError
+from detjax.server.served_model import ServedModel
 
 
 def check_receipt(model: ServedModel, *, is_deterministic: bool, max_tokens: int) -> None:

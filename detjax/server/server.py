@@ -18,6 +18,7 @@ import uvicorn
 
 from detjax.cli.errors import OK
 from detjax.cli.model import keep_compiled_programs
+from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.diverge.evidence import explain
 from detjax.engine.heap import frozen_heap
 from detjax.llm import LLM
@@ -28,8 +29,9 @@ from detjax.proof.signing import SigningKey
 from detjax.server.app import make_app
 from detjax.server.job import Leader
 from detjax.server.options import engine_options, web_options
-from detjax.server.service import Limits, ServedModel, Service
-from detjax.sizing import GPU_MEMORY_UTILIZATION, prefill_streak
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.service import Service
+from detjax.sizing import prefill_streak
 
 LOG = logging.getLogger("detjax.server")
 

@@ -10,40 +10,34 @@ import functools
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from detjax.engine.async_engine import AsyncEngine, StepsRequests
 from detjax.engine.errors import (
     EngineFullError,
     EngineStoppedError,
-    NoTokenError,
     PromptTooLongError,
     SelfCheckError,
 )
 from detjax.engine.metrics import EngineStats
-from detjax.engine.outputs.completion import CollectedTokens, Completion
 from detjax.engine.outputs.request_output import (
-    FinishReason,
-    PromptLogprobs,
     RequestOutput,
-    TokenEvent,
-    WindowCounts,
 )
-from detjax.engine.outputs.text import TextStream
-from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.requests.sequence import OnToken
 from detjax.engine.requests.text_request import token_sampling
 from detjax.engine.sampling.structured_output import StructuredOutput
-from detjax.models.tokenizer import Tokenizer
-from detjax.proof.identity import Identity
-from detjax.proof.signing import SigningKey
-from detjax.server.protocol import NO_DEFAULTS, RefusedError
-from detjax.server.text_worker import Texts
+from detjax.server.errors import RefusedError
+from detjax.server.output_deltas import (
+    OutputDelta,
+    PromptLogprobsFirst,
+    StreamedSequence,
+    delta_of,
+    listener_of,
+)
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.text_worker import TextPool
 from detjax.server.turns import Turns
 
 
@@ -57,162 +51,6 @@ class ServiceState(enum.Enum):
     SLEEPING = "sleeping"
     UPDATING = "updating"
     PAUSED = "paused"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    """A model and what is told of it.
-
-    Attributes:
-        name: That clients ask for.
-        engine: An `Engine` or a `ReplicatedEngine`; nothing else may step it.
-        tokenizer: Of the model.
-        vocab_size: Of the model.
-        max_len: Most tokens of a prompt and its answer.
-        mode: `invariant`, `dvr` or `fast`.
-        fingerprint: Of numerics and build; the same for every model, mesh, batch and mode.
-        identity: What model, numerics and build these are.
-        end_token_ids: The model's own.
-        weight_version: Of the weights in `identity`.
-        identify: Gives the identity as it is now, which takes a while after the weights have
-            changed; None where it never changes.
-        signing_key: Of receipts; None signs none.
-        default_sampling: Fields of `SamplingParams` that requests leave out.
-    """
-
-    name: str
-    engine: StepsRequests
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_len: int
-    mode: str
-    fingerprint: str
-    identity: Identity
-    end_token_ids: tuple[int, ...]
-    weight_version: int = 0
-    identify: Callable[[], Identity] | None = None
-    signing_key: SigningKey | None = None
-    default_sampling: Mapping[str, Any] = NO_DEFAULTS
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What is allowed of a request."""
-        return RequestLimits(
-            vocab_size=self.vocab_size,
-            eos_token_ids=self.end_token_ids,
-            max_len=self.max_len,
-            max_len_name="this server's context",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a server takes.
-
-    Attributes:
-        body_bytes: Of a request.
-        body_s: Seconds that a body may take to arrive.
-        requests_per_key: At once, of one API key; 0 sets no limit.
-        request_s: Seconds an answer may take; 0 sets no limit.
-        stream_interval: Tokens of a sequence in an event of a stream; the first goes at once.
-        logs_prompts: The log has the text of prompts.
-        max_held: Requests that may wait while the server is paused, sleeps or gets other weights.
-    """
-
-    body_bytes: int = 8 << 20
-    body_s: float = 60.0
-    requests_per_key: int = 0
-    request_s: float = 0.0
-    stream_interval: int = 1
-    logs_prompts: bool = False
-    max_held: int = 4096
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What is new of one sequence: final, never taken back.
-
-    Attributes:
-        prompt_idx: Which of the request's prompts.
-        sequence_idx: Which of the prompt's `n`.
-        text: New text; often none.
-        tokens: New tokens, each with the text that it adds itself (`TextDelta.own`).
-        finish_reason: None while it goes on.
-        error: What went wrong where `finish_reason` is ERROR.
-        is_own_fault: It went wrong by what was asked.
-        completion: All of its tokens, with the last piece.
-        whole_text: All of its text, with the last piece.
-        windows: Of drafts, so far.
-        prompt_token_ids: The prompt.
-        prompt_logprobs: Of the prompt, with the first piece, where they were asked for.
-        num_cached: Tokens of the prompt that the prefix cache had.
-    """
-
-    prompt_idx: int
-    sequence_idx: int
-    text: str
-    tokens: tuple[tuple[TokenEvent, str], ...]
-    finish_reason: FinishReason | None
-    error: str
-    completion: Completion | None
-    windows: WindowCounts
-    whole_text: str = ""
-    prompt_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: PromptLogprobs | None = None
-    is_own_fault: bool = False
-    num_cached: int = 0
-
-
-class _Sequence:
-    """One sequence while it is made. The engine's thread pushes; the stream takes what was told."""
-
-    def __init__(self, model: ServedModel, sampling: SamplingParams, prompt_ids: Sequence[int]):
-        self._stream = TextStream.of(
-            sampling, model.tokenizer, prompt_ids=prompt_ids, eos_ids=model.end_token_ids
-        )
-        self._tokens: list[tuple[TokenEvent, str]] = []
-        self._collected = CollectedTokens()
-        self._released: list[str] = []
-        self._num_taken = 0
-
-    def push(self, event: TokenEvent) -> bool:
-        """Take a token; True if a stop string is complete."""
-        delta = self._stream.push(event.token_id)
-        self._collected.push(event)
-        self._tokens.append((event, delta.own))
-        self._released.append(delta.text)
-        return delta.is_stopped
-
-    def take(self, count: int) -> tuple[tuple[tuple[TokenEvent, str], ...], str]:
-        """The next `count` tokens, which the engine has released, and the text they release."""
-        begin, self._num_taken = self._num_taken, self._num_taken + count
-        text = "".join(self._released[begin : self._num_taken])
-        return tuple(self._tokens[begin : self._num_taken]), text
-
-    def take_rest(self) -> tuple[tuple[tuple[TokenEvent, str], ...], str]:
-        """`take` of all that were not taken; nothing is pushed any more."""
-        return self.take(len(self._tokens) - self._num_taken)
-
-    def finish(self) -> str:
-        """The text that was held back; nothing is pushed any more."""
-        self._released.append(self._stream.finish())
-        return self._released[-1]
-
-    @property
-    def text(self) -> str:
-        """All of the text so far."""
-        return "".join(self._released)
-
-    def completion(
-        self, prompt_ids: tuple[int, ...], sequence_idx: int, reason: FinishReason, version: int
-    ) -> Completion:
-        return self._collected.completion(
-            prompt_ids,
-            request_idx=0,
-            sequence_idx=sequence_idx,
-            finish_reason=reason,
-            weight_version=version,
-        )
 
 
 class _Inbox:
@@ -251,38 +89,6 @@ class _Inbox:
         return items
 
 
-class _ScoredFirst:
-    """Puts a prompt's logprobs to the first piece of each sequence, and to its completion.
-
-    The engine tells them with sequence 0; pieces of others that come before wait for them.
-    """
-
-    def __init__(self, *, is_wanted: bool):
-        self._is_wanted = is_wanted
-        self._waiting: list[Piece] = []
-        self._scores: PromptLogprobs | None = None
-        self._begun: set[int] = set()
-
-    def add(self, piece: Piece, scores: PromptLogprobs | None) -> list[Piece]:
-        """Take a piece; return what can be told now."""
-        if not self._is_wanted:
-            return [piece]
-        self._scores = self._scores if scores is None else scores
-        self._waiting.append(piece)
-        if self._scores is None and piece.finish_reason is not FinishReason.ERROR:
-            return []
-        told, self._waiting = self._waiting, []
-        return [self._scored(one) for one in told]
-
-    def _scored(self, piece: Piece) -> Piece:
-        first = None if piece.sequence_idx in self._begun else self._scores
-        self._begun.add(piece.sequence_idx)
-        done = piece.completion
-        if done is not None:
-            done = dataclasses.replace(done, prompt_logprobs=self._scores)
-        return dataclasses.replace(piece, prompt_logprobs=first, completion=done)
-
-
 class Service:
     """Answers requests on one engine, and knows whether it may."""
 
@@ -297,7 +103,7 @@ class Service:
         self._of_key: collections.Counter[str] = collections.Counter()
         self._inboxes: set[_Inbox] = set()
         self._model: ServedModel | None = None
-        self._texts: Texts | None = None
+        self._texts: TextPool | None = None
         if model is not None:
             self.open(model)
 
@@ -335,7 +141,7 @@ class Service:
         model = dataclasses.replace(model, tokenizer=tokenizer)
         self._model, self._engine = model, AsyncEngine(model.engine)
         self.opened_at_s = int(time.time())
-        self._texts = Texts(
+        self._texts = TextPool(
             model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.end_token_ids
         )
         self.state = ServiceState.READY
@@ -354,7 +160,7 @@ class Service:
         return self._model
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> TextPool:
         """What turns text to tokens and back.
 
         Raises:
@@ -449,7 +255,7 @@ class Service:
         priority: int = 0,
         cache_salt: str = "",
         is_whole: bool = False,
-    ) -> AsyncGenerator[list[Piece]]:
+    ) -> AsyncGenerator[list[OutputDelta]]:
         """Yield what is released of some prompts, all of a step at once.
 
         With `is_whole` a sequence comes in one piece at its end, and its prompt's logprobs before.
@@ -461,10 +267,10 @@ class Service:
         """
         model, n = self.model, sampling.num_sequences
         of_tokens = self.tokens_of(sampling)
-        sequences: list[list[_Sequence]] = []
+        sequences: list[list[StreamedSequence]] = []
         inbox, num_left = _Inbox(self.limits.request_s), [n] * len(prompts)
         is_scored = sampling.prompt_logprobs is not None
-        scored = [_ScoredFirst(is_wanted=is_scored) for _ in prompts]
+        scored = [PromptLogprobsFirst(is_wanted=is_scored) for _ in prompts]
         self._inboxes.add(inbox)
         opened: list[int] = []
         try:
@@ -474,29 +280,29 @@ class Service:
             for i, ids in enumerate(prompts):
                 if i:  # WHY: a thousand prompts of a thousand sequences take seconds
                     await asyncio.sleep(0)
-                sequences.append([_Sequence(model, sampling, ids) for _ in range(n)])
+                sequences.append([StreamedSequence(model, sampling, ids) for _ in range(n)])
                 request_id = self._engine.open(
                     ids,
                     of_tokens,
                     is_deterministic=is_deterministic,
                     priority=priority,
                     cache_salt=cache_salt,
-                    on_token=_listener(sequences[i]),
+                    on_token=listener_of(sequences[i]),
                     sink=functools.partial(inbox.put, i),
                     stream_interval=0 if is_whole else self.limits.stream_interval,
                 )
                 opened.append(request_id)
             while any(num_left):
-                pieces = []
+                deltas = []
                 for i, output in await inbox.take():
                     if isinstance(output, Exception):
                         raise output
                     num_left[i] -= output.finish_reason is not None
                     seq = sequences[i][output.sequence_idx]
-                    piece = _piece(seq, output, i, prompts[i])
-                    pieces += scored[i].add(piece, output.prompt_logprobs)
-                if pieces:
-                    yield pieces
+                    delta = delta_of(seq, output, i, prompts[i])
+                    deltas += scored[i].add(delta, output.prompt_logprobs)
+                if deltas:
+                    yield deltas
         except Exception as error:
             if (refused := self._refusal(error)) is None:
                 raise
@@ -660,35 +466,3 @@ def _aborted() -> RefusedError:
 def _less_folders(text: str) -> str:
     """The text without the folders of this machine: of a path its last name."""
     return re.sub(r"(?<![\w/:])/(?:[\w.+-]+/)+(?=[\w.+-])", "", text)
-
-
-def _listener(sequences: Sequence[_Sequence]) -> OnToken:
-    """Hand each token to its sequence, in the engine's thread."""
-    return lambda event: sequences[event.sequence_idx].push(event)
-
-
-def _piece(
-    seq: _Sequence, output: RequestOutput, prompt_idx: int, prompt_ids: tuple[int, ...]
-) -> Piece:
-    has_ended = output.finish_reason is not None
-    tokens, text = seq.take_rest() if has_ended else seq.take(len(output.token_ids))
-    completion = None
-    if output.finish_reason is not None:
-        text += seq.finish()
-        completion = seq.completion(
-            prompt_ids, output.sequence_idx, output.finish_reason, output.weight_version
-        )
-    return Piece(
-        prompt_idx=prompt_idx,
-        sequence_idx=output.sequence_idx,
-        text=text,
-        tokens=tokens,
-        finish_reason=output.finish_reason,
-        error=output.error,
-        completion=completion,
-        whole_text="" if completion is None else seq.text,
-        windows=output.windows,
-        prompt_token_ids=prompt_ids,
-        is_own_fault=isinstance(output.exception, NoTokenError),
-        num_cached=output.num_cached_tokens,
-    )

@@ -17,22 +17,24 @@ from starlette.types import Receive, Scope, Send
 
 from detjax.engine.outputs.completion import best
 from detjax.engine.outputs.request_output import FinishReason
+from detjax.server.answer_reader import AnswerReader
 from detjax.server.answers import Json, Usage, error_body
+from detjax.server.errors import RefusedError
 from detjax.server.options import ACCESS_LOG
-from detjax.server.protocol import RefusedError
-from detjax.server.questions import Asked, Reading
-from detjax.server.reading import AnswerReader
-from detjax.server.service import Piece, Service
+from detjax.server.output_deltas import OutputDelta
+from detjax.server.request_reader import ParsedRequest, PreparedRequest
+from detjax.server.service import Service
 
 LOG = logging.getLogger(ACCESS_LOG)
 
 CLIENT_LEFT = 499
 """In the log, where a client did not wait for its answer; it is not sent to anybody."""
 
-Pieces = AsyncGenerator[tuple[Asked, list[Piece]]]
+OutputDeltas = AsyncGenerator[tuple[PreparedRequest, list[OutputDelta]]]
 """What is new, a step at a time. Whoever stops listening cancels the request."""
 
-Form = Callable[[Json], Json]
+AnswerFormat = Callable[[Json], Json]
+"""Makes the whole answer of a request of that of a completion."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -40,16 +42,16 @@ _TEXT = msgspec.json.Encoder()
 
 
 def as_it_is(answer: Json) -> Json:
-    """The form of a completion."""
+    """A completion's own answer."""
     return answer
 
 
-class AbstractWriter(abc.ABC):
+class AbstractEventWriter(abc.ABC):
     """Writes one answer as server-sent events."""
 
     @abc.abstractmethod
-    def of(self, pieces: list[Piece]) -> bytes:
-        """The events of some pieces.
+    def of(self, deltas: list[OutputDelta]) -> bytes:
+        """The events of some deltas.
 
         Raises:
             RefusedError: If a sequence has failed.
@@ -57,7 +59,7 @@ class AbstractWriter(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> bytes:
-        """The events after the last piece."""
+        """The events after the last delta."""
 
     @abc.abstractmethod
     def error(self, error: RefusedError) -> bytes:
@@ -67,18 +69,18 @@ class AbstractWriter(abc.ABC):
 async def respond(
     service: Service,
     request: Request,
-    reading: Reading,
+    parsed: ParsedRequest,
     *,
-    form: Form = as_it_is,
-    writer: Callable[[Asked], AbstractWriter] | None = None,
+    answer_format: AnswerFormat = as_it_is,
+    writer: Callable[[PreparedRequest], AbstractEventWriter] | None = None,
 ) -> Response:
     """Read and answer a request, in one piece or as a stream.
 
     Args:
         service: That answers.
         request: As it came.
-        reading: Reads what it says.
-        form: Makes the whole answer of a completion.
+        parsed: What it says; its text is not read yet.
+        answer_format: Makes the whole answer of a completion's.
         writer: Makes its events; None is OpenAI's chunks of completions.
 
     Raises:
@@ -86,12 +88,12 @@ async def respond(
         ClientDisconnect: If the client has left.
     """
     begin_s = time.perf_counter()
-    pieces = pieces_of(service, request, reading)
-    if not reading.fields.stream:
-        return reply(form(await unless_left(request, whole(pieces))))
+    deltas = deltas_of(service, request, parsed)
+    if not parsed.fields.stream:
+        return reply(answer_format(await unless_left(request, whole(deltas))))
     # WHY: a request that cannot run is refused with its status, before the stream begins.
-    asked, first = await unless_left(request, anext(pieces))
-    return _EventStream(_events(request, (writer or _Chunks)(asked), first, pieces, begin_s))
+    prepared, first = await unless_left(request, anext(deltas))
+    return _EventStream(_events(request, (writer or _Chunks)(prepared), first, deltas, begin_s))
 
 
 class _EventStream(StreamingResponse):
@@ -132,7 +134,7 @@ def reply(body: Json, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def pieces_of(service: Service, request: Request, reading: Reading) -> Pieces:
+async def deltas_of(service: Service, request: Request, parsed: ParsedRequest) -> OutputDeltas:
     """What a request says, with what is new of every prompt as it comes.
 
     It holds its place from its reading on, which waits for its turn. Whoever stops listening ends
@@ -141,63 +143,67 @@ async def pieces_of(service: Service, request: Request, reading: Reading) -> Pie
     try:
         with service.admitted(key_of(request)):
             async with service.turns.turn():
-                asked = await reading.run()
+                prepared = await parsed.run()
                 if service.limits.logs_prompts:
-                    await log_prompts(service, request, asked)
-                pieces = service.stream(
-                    [question.token_ids for question in asked.questions],
-                    asked.shape.sampling,
-                    is_deterministic=asked.shape.is_deterministic,
-                    priority=asked.fields.priority,
-                    cache_salt=asked.fields.cache_salt,
-                    is_whole=not asked.fields.stream,
+                    await log_prompts(service, request, prepared)
+                deltas = service.stream(
+                    [prompt.token_ids for prompt in prepared.engine_prompts],
+                    prepared.shape.sampling,
+                    is_deterministic=prepared.shape.is_deterministic,
+                    priority=prepared.fields.priority,
+                    cache_salt=prepared.fields.cache_salt,
+                    is_whole=not prepared.fields.stream,
                 )
-                async with contextlib.aclosing(pieces):
-                    async for found in pieces:
-                        yield asked, found
+                async with contextlib.aclosing(deltas):
+                    async for found in deltas:
+                        yield prepared, found
     except RefusedError as error:
-        raise reading.fields.as_asked(error) from error
+        raise parsed.fields.as_asked(error) from error
 
 
-async def whole(pieces: Pieces) -> Json:
+async def whole(deltas: OutputDeltas) -> Json:
     """The answer in one piece."""
-    asked: Asked | None = None
+    prepared: PreparedRequest | None = None
     usage: Usage | None = None
-    parts: dict[int, dict[int, list[Piece]]] = {}
-    async with contextlib.aclosing(pieces):
-        async for said, found in pieces:
-            asked, usage = said, usage or Usage(said.num_prompt_tokens)
-            for piece in found:
-                raise_failed(piece)
-                usage.add(piece)
-                of_prompt = parts.setdefault(piece.prompt_idx, {})
-                of_prompt.setdefault(piece.sequence_idx, []).append(piece)
-    assert asked is not None and usage is not None  # each sequence has a last piece
-    sampling = asked.shape.sampling
-    choices, card = [], asked.shape.card(is_chunk=False)
+    parts: dict[int, dict[int, list[OutputDelta]]] = {}
+    async with contextlib.aclosing(deltas):
+        async for said, found in deltas:
+            prepared, usage = said, usage or Usage(said.num_prompt_tokens)
+            for delta in found:
+                raise_failed(delta)
+                usage.add(delta)
+                of_prompt = parts.setdefault(delta.prompt_idx, {})
+                of_prompt.setdefault(delta.sequence_idx, []).append(delta)
+    assert prepared is not None and usage is not None  # each sequence has a last delta
+    sampling = prepared.shape.sampling
+    choices, card = [], prepared.shape.card(is_chunk=False)
     for prompt, of_prompt in sorted(parts.items()):
         made = [done for _, found in sorted(of_prompt.items()) if (done := found[-1].completion)]
-        echo = asked.questions[prompt].echo
+        echo = prepared.engine_prompts[prompt].echo
         for done in best(made, sampling):
             if choices:  # WHY: a choice of many logprobs takes tens of milliseconds
                 await asyncio.sleep(0)
             found = of_prompt[done.sequence_idx]
-            choice = asked.shape.choice(len(choices), echo, found)
+            choice = prepared.shape.choice(len(choices), echo, found)
             # As vLLM has it: in each choice; of a conversation, beside them.
-            (card if asked.shape.is_chat else choice).update(asked.shape.of_prompt(found[0]))
+            (card if prepared.shape.is_chat else choice).update(prepared.shape.of_prompt(found[0]))
             choices.append(choice)
     return card | {"choices": choices, "usage": usage.as_dict()}
 
 
 async def _events(
-    request: Request, writer: AbstractWriter, first: list[Piece], pieces: Pieces, begin_s: float
+    request: Request,
+    writer: AbstractEventWriter,
+    first: list[OutputDelta],
+    deltas: OutputDeltas,
+    begin_s: float,
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events; those of a step are one write."""
     status = 200
     try:
-        async with contextlib.aclosing(pieces):
+        async with contextlib.aclosing(deltas):
             yield writer.of(first)
-            async for _, found in pieces:
+            async for _, found in deltas:
                 yield writer.of(found)
         yield writer.end()
     except RefusedError as error:
@@ -216,73 +222,72 @@ async def _events(
         log(request, status, begin_s)
 
 
-class _Chunks(AbstractWriter):
+class _Chunks(AbstractEventWriter):
     """Writes the events of one answer. What all chunks begin with is encoded once."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, prepared: PreparedRequest):
         """Nothing is written yet."""
-        self._asked = asked
-        self._head = b"data: " + msgspec.json.encode(asked.shape.card(is_chunk=True))[:-1]
+        self._prepared = prepared
+        self._head = b"data: " + msgspec.json.encode(prepared.shape.card(is_chunk=True))[:-1]
         self._offsets: dict[int, int] = {}
-        self._usage = Usage(asked.num_prompt_tokens)
-        shape = asked.shape
-        self._has_text_only = not (shape.num_top is not None or shape.has_token_ids or shape.form)
+        self._usage = Usage(prepared.num_prompt_tokens)
+        shape = prepared.shape
+        self._has_text_only = not (shape.num_top is not None or shape.has_token_ids or shape.syntax)
         self._readers: dict[int, AnswerReader] = collections.defaultdict(self._reader)
         self._num_calls: collections.Counter[int] = collections.Counter()
 
-    def of(self, pieces: list[Piece]) -> bytes:
-        """As `AbstractWriter` has it."""
-        shape, n, events = self._asked.shape, self._asked.shape.sampling.n, []
-        for piece in pieces:
-            raise_failed(piece)
-            self._usage.add(piece)
-            index = piece.prompt_idx * n + piece.sequence_idx
+    def of(self, deltas: list[OutputDelta]) -> bytes:
+        """As `AbstractEventWriter` has it."""
+        shape, n, events = self._prepared.shape, self._prepared.shape.sampling.n, []
+        for delta in deltas:
+            raise_failed(delta)
+            self._usage.add(delta)
+            index = delta.prompt_idx * n + delta.sequence_idx
             is_first = index not in self._offsets
-            if self._has_text_only and not is_first and piece.completion is None:
-                events.append(self._text_event(index, piece))
+            if self._has_text_only and not is_first and delta.completion is None:
+                events.append(self._text_event(index, delta))
                 continue
             if is_first:
-                events += self._begin(index, piece)
+                events += self._begin(index, delta)
             offset, said, num_calls = self._offsets[index], None, self._num_calls[index]
-            if shape.form is not None:
-                said = self._readers[index].push(piece.text)
-                if piece.completion is not None:
+            if shape.syntax is not None:
+                said = self._readers[index].push(delta.text)
+                if delta.completion is not None:
                     said = said.then(self._readers[index].finish())
                 self._num_calls[index] += len(said.calls)
             choice, head = (
                 shape.chunk(
-                    index, piece, offset, is_first=is_first, said=said, num_calls=num_calls
+                    index, delta, offset, is_first=is_first, said=said, num_calls=num_calls
                 ),
                 self._head,
             )
-            if of_prompt := shape.of_prompt(piece, is_first=is_first):
+            if of_prompt := shape.of_prompt(delta, is_first=is_first):
                 if shape.is_chat:
                     head += b"," + msgspec.json.encode(of_prompt)[1:-1]
                 else:
                     choice |= of_prompt
             events.append(self._event(choice, head))
-            self._offsets[index] = offset + sum(len(own) for _, own in piece.tokens)
+            self._offsets[index] = offset + sum(len(own) for _, own in delta.tokens)
         return b"".join(events)
 
     def _reader(self) -> AnswerReader:
-        assert self._asked.shape.form is not None
-        return AnswerReader(self._asked.shape.form)
+        assert self._prepared.shape.syntax is not None
+        return AnswerReader(self._prepared.shape.syntax)
 
-    def _text_event(self, index: int, piece: Piece) -> bytes:
-        """What `Shape.chunk` makes of a piece in the midst that tells its text alone, sooner."""
-        text = _TEXT.encode(piece.text)
-        told = (
-            b'"delta":{"content":%b}' % text if self._asked.shape.is_chat else b'"text":%b' % text
-        )
+    def _text_event(self, index: int, delta: OutputDelta) -> bytes:
+        """What `Shape.chunk` makes of a delta in the midst that tells its text alone, sooner."""
+        text = _TEXT.encode(delta.text)
+        is_chat = self._prepared.shape.is_chat
+        told = b'"delta":{"content":%b}' % text if is_chat else b'"text":%b' % text
         return (
             b'%b,"choices":[{"index":%d,"finish_reason":null,%b,"logprobs":null}]}\n\n'
             % (self._head, index, told)
         )  # fmt: skip
 
-    def _begin(self, index: int, first: Piece) -> list[bytes]:
+    def _begin(self, index: int, first: OutputDelta) -> list[bytes]:
         """The event of an echoed prompt, if it is, and where the text goes on."""
-        shape = self._asked.shape
-        echo = shape.echo(self._asked.questions[first.prompt_idx].echo, first)
+        shape = self._prepared.shape
+        echo = shape.echo(self._prepared.engine_prompts[first.prompt_idx].echo, first)
         self._offsets[index] = len(echo.text)
         if not echo.text:
             return []
@@ -292,7 +297,7 @@ class _Chunks(AbstractWriter):
 
     def end(self) -> bytes:
         """The end, with the count of tokens if it is wanted."""
-        if not self._asked.has_usage:
+        if not self._prepared.has_usage:
             return DONE
         counts = msgspec.json.encode(self._usage.as_dict())
         return self._head + b',"choices":[],"usage":' + counts + b"}\n\n" + DONE
@@ -306,11 +311,11 @@ class _Chunks(AbstractWriter):
         return head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
 
 
-def raise_failed(piece: Piece) -> None:
+def raise_failed(delta: OutputDelta) -> None:
     """A sequence that failed fails its request, and no other."""
-    if piece.finish_reason is FinishReason.ERROR:
-        status, code = (400, "no_token") if piece.is_own_fault else (500, "request_failed")
-        raise RefusedError(piece.error, status=status, code=code)
+    if delta.finish_reason is FinishReason.ERROR:
+        status, code = (400, "no_token") if delta.is_own_fault else (500, "request_failed")
+        raise RefusedError(delta.error, status=status, code=code)
 
 
 async def unless_left[T](request: Request, wanted: Awaitable[T]) -> T:
@@ -347,9 +352,9 @@ def id_of(request: Request) -> str:
     return request.state.request_id
 
 
-async def log_prompts(service: Service, request: Request, asked: Asked) -> None:
+async def log_prompts(service: Service, request: Request, prepared: PreparedRequest) -> None:
     """One line a prompt, with its text as JSON, so that it is one line."""
-    for text in await service.texts.decode([one.token_ids for one in asked.questions]):
+    for text in await service.texts.decode([one.token_ids for one in prepared.engine_prompts]):
         LOG.info("%s prompt %s", id_of(request), msgspec.json.encode(text).decode())
 
 

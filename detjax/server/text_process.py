@@ -17,7 +17,7 @@ import msgspec
 
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.models.tokenizer import Tokenizer
-from detjax.server.text_work import Tools, Work
+from detjax.server.text_tasks import TextTask, TextTools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Setup:
         tokenizer: Of the model, pickled: 5 MB for 128,000 tokens, made once for all processes.
         vocab_size: Of the model.
         eos_token_ids: Of the model.
-        job_s: Seconds that work may take. The parent counts them; this process ends by itself
+        task_s: Seconds that work may take. The parent counts them; this process ends by itself
             after twice as many, should the parent be gone.
         memory_bytes: Address space of the process, where the system bounds it.
         is_judge: Forms are judged: their library is made ready.
@@ -37,14 +37,14 @@ class Setup:
     tokenizer: bytes
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    job_s: float
+    task_s: float
     memory_bytes: int
     is_judge: bool
 
-    def tools(self) -> Tools:
+    def tools(self) -> TextTools:
         """The tools of the model."""
         tokenizer: Tokenizer = pickle.loads(self.tokenizer)
-        return Tools.of(tokenizer, self.vocab_size, self.eos_token_ids)
+        return TextTools.of(tokenizer, self.vocab_size, self.eos_token_ids)
 
 
 def serve(connection: Connection) -> None:
@@ -61,12 +61,12 @@ def serve(connection: Connection) -> None:
     connection.send_bytes(b"")
     while True:
         frame = connection.recv_bytes()
-        signal.setitimer(signal.ITIMER_REAL, 2 * setup.job_s)
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup.task_s)
         connection.send_bytes(msgspec.msgpack.encode(_answer(pickle.loads(frame), tools)))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(work: Work, tools: Tools) -> dict[str, Any]:
+def _answer(work: TextTask, tools: TextTools) -> dict[str, Any]:
     try:
         return {"result": work.run(tools)}
     except (ValueError, RecursionError) as error:

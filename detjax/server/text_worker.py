@@ -23,13 +23,19 @@ from typing import Any
 import msgspec
 
 from detjax.engine.sampling.structured_output import StructuredOutput
+from detjax.models.chat_template import START_S
 from detjax.models.tokenizer import Tokenizer
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.text_process import Setup
-from detjax.server.text_work import Decode, Encode, Judge, Name, Template, Tools, Work
-
-START_S = 60.0
-"""Seconds that a process may take to start and to read its tokenizer."""
+from detjax.server.text_tasks import (
+    Decode,
+    Encode,
+    Judge,
+    Template,
+    TextTask,
+    TextTools,
+    TokenTexts,
+)
 
 IDLE_S = 30.0
 """Seconds without work after which a process ends, and its memory is free."""
@@ -53,23 +59,23 @@ _NUM_JUDGED = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkLimits:
+class TaskLimits:
     """Of the work of one process.
 
     Attributes:
-        job_s: Seconds of one piece of work.
+        task_s: Seconds of one piece of work.
         memory_bytes: Address space of the process.
         waiting_bytes: Of work that waits; what is beyond is refused with 429.
     """
 
-    job_s: float
+    task_s: float
     memory_bytes: int = 2**32
     waiting_bytes: int = 2**26
 
 
-MEDIUM_LIMITS = WorkLimits(job_s=5.0, memory_bytes=2**31)
-LONG_LIMITS = WorkLimits(job_s=30.0)
-FORM_LIMITS = WorkLimits(job_s=5.0, memory_bytes=2**31, waiting_bytes=2**22)
+MEDIUM_LIMITS = TaskLimits(task_s=5.0, memory_bytes=2**31)
+LONG_LIMITS = TaskLimits(task_s=30.0)
+FORM_LIMITS = TaskLimits(task_s=5.0, memory_bytes=2**31, waiting_bytes=2**22)
 
 
 class _SmallestFirst:
@@ -178,7 +184,7 @@ class Worker:
     Its memory is free when it has had nothing to do for `IDLE_S`, or was killed at a limit.
     """
 
-    def __init__(self, setup: Setup, limits: WorkLimits, *, what: str):
+    def __init__(self, setup: Setup, limits: TaskLimits, *, what: str):
         """Start nothing yet.
 
         Args:
@@ -214,7 +220,7 @@ class Worker:
                 self._idle.cancel()
             try:
                 await self._start()
-                reply = msgspec.msgpack.decode(await self._ask(frame, self._limits.job_s))
+                reply = msgspec.msgpack.decode(await self._ask(frame, self._limits.task_s))
             finally:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(IDLE_S, _end_all, self._processes)
@@ -266,7 +272,7 @@ class Worker:
                 await asyncio.gather(answer, return_exceptions=True)
 
 
-class Texts:
+class TextPool:
     """Turns text to tokens and back, and judges forms, for one model. Nobody waits for another.
 
     Short work is done at once, long work by a `Worker`: one for what takes a tenth of a second, one
@@ -275,14 +281,14 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]):
         """Start nothing yet."""
-        self._tools = Tools.of(tokenizer, vocab_size, eos_token_ids)
+        self._tools = TextTools.of(tokenizer, vocab_size, eos_token_ids)
         # WHY: now, as a vocabulary of 128,000 takes 0.1 s, in which nobody is answered
         pickled = pickle.dumps(tokenizer)
 
-        def worker(limits: WorkLimits, what: str) -> Worker:
+        def worker(limits: TaskLimits, what: str) -> Worker:
             setup = Setup(
                 tokenizer=pickled, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids),
-                job_s=limits.job_s, memory_bytes=limits.memory_bytes,
+                task_s=limits.task_s, memory_bytes=limits.memory_bytes,
                 is_judge=limits is FORM_LIMITS,
             )  # fmt: skip
             return Worker(setup, limits, what=what)
@@ -322,7 +328,7 @@ class Texts:
         Raises:
             RefusedError: As `Worker.run` does.
         """
-        return await self._done(Name(token_ids=token_ids), len(token_ids))
+        return await self._done(TokenTexts(token_ids=token_ids), len(token_ids))
 
     async def template(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]
@@ -371,7 +377,7 @@ class Texts:
     def _worker(self, size: int) -> Worker:
         return self.medium if size <= MEDIUM_BYTES else self.long
 
-    async def _done(self, work: Work, size: int) -> Any:
+    async def _done(self, work: TextTask, size: int) -> Any:
         if size <= SHORT_BYTES:
             try:
                 return work.run(self._tools)

@@ -7,7 +7,7 @@ import enum
 import time
 from collections.abc import AsyncGenerator
 
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 
 
 class Hold(enum.Enum):
@@ -18,7 +18,7 @@ class Hold(enum.Enum):
     PAUSED = "paused"
 
 
-class Mode(enum.Enum):
+class PauseMode(enum.Enum):
     """What becomes of open requests before the engine is paused or changed."""
 
     WAIT = "wait"

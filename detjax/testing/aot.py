@@ -28,7 +28,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.compilation.donation import parse_module, stale_reads, unaligned_operands
+from detjax.compilation.donation import stale_reads, unaligned_operands
+from detjax.compilation.hlo_text import parse_module
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 H200 = """gpu_device_info {

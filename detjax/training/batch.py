@@ -57,7 +57,7 @@ class Batch:
         ids: int32 [M].
         targets: The token to predict, int32 [M].
         weights: Of its log-probability, float32 [M]; 0 for padding.
-        slots: Sequence times `length` plus position, int32 [M]; from `num_sequences * length` on,
+        places: Sequence times `length` plus position, int32 [M]; from `num_sequences * length` on,
             each once, for padding.
         lengths: Rows of each sequence, int32 [B].
         length: Most rows of a sequence.
@@ -66,7 +66,7 @@ class Batch:
     ids: Any
     targets: Any
     weights: Any
-    slots: Any
+    places: Any
     lengths: Any
     length: int = field(metadata={"static": True})
 
@@ -112,22 +112,22 @@ def pack(
         "ids": np.zeros(num_rows, np.int32),
         "targets": np.zeros(num_rows, np.int32),
         "weights": np.zeros(num_rows, np.float32),
-        "slots": np.arange(room * length, room * length + num_rows, dtype=np.int32),
+        "places": np.arange(room * length, room * length + num_rows, dtype=np.int32),
     }
     for i, sequence in enumerate(sequences):
         own = slice(starts[i], starts[i] + lengths[i])
         rows["ids"][own] = sequence.token_ids[:-1]
         rows["targets"][own] = sequence.token_ids[1:]
         rows["weights"][own] = sequence.weights[1:]
-        rows["slots"][own] = np.arange(lengths[i]) + i * length
+        rows["places"][own] = np.arange(lengths[i]) + i * length
     return Batch(**rows, lengths=lengths, length=length)
 
 
 def by_sequence(batch: Batch, values: np.ndarray) -> list[np.ndarray]:
     """Split values [M] of rows into one array for each sequence: entry i is of token i + 1."""
-    slots = np.asarray(batch.slots)
+    places = np.asarray(batch.places)
     found = np.zeros(len(batch.lengths) * batch.length, np.asarray(values).dtype)
-    is_real = slots < len(found)
-    found[slots[is_real]] = np.asarray(values)[is_real]
+    is_real = places < len(found)
+    found[places[is_real]] = np.asarray(values)[is_real]
     rows = found.reshape(len(batch.lengths), batch.length)
     return [row[:n] for row, n in zip(rows, np.asarray(batch.lengths), strict=True)]

@@ -12,6 +12,7 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
+from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
 
@@ -41,11 +42,12 @@ class TrainingOps:
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Attend within each sequence; `cache` is None."""
-        ctx, config, positions, slots = self.ctx, self.ctx.config, self.positions, self.batch.slots
+        ctx, config = self.ctx, self.ctx.config
+        positions, places = self.positions, self.batch.places
         qkv_weights = _joined(weights, "qkv")
         bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
         qkv = ops.linear(ctx, stream.x, qkv_weights, bias)
-        qkv = ops.to_sequences(qkv, slots, positions.size)
+        qkv = ops.to_sequences(qkv, places, positions.size)
         out = ops.self_attention(
             ctx,
             qkv.reshape(*positions.shape, -1, config.head_dim),
@@ -55,7 +57,7 @@ class TrainingOps:
             positions,
             window=config.sliding_windows[layer_idx],
         )
-        return cache, ops.to_rows(out.reshape(positions.size, -1), slots), stream
+        return cache, ops.to_rows(out.reshape(positions.size, -1), places), stream
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Multiply, then gate: the bits of both operations in one launch."""
@@ -68,13 +70,15 @@ class TrainingOps:
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
         ctx, x = self.ctx, stream.x
-        logits = ops.router_logits(ctx, x, weights["router"])
-        expert_ids, expert_weights = ops.route(ctx, logits)
+        logits = expert_ops.router_logits(ctx, x, weights["router"])
+        expert_ids, expert_weights = expert_ops.route(ctx, logits)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
-        y = ops.expert_mlp(ctx, x, expert_ids, *joined)
-        added = ops.combine_experts_add_rms_norm(ctx, y, expert_weights, stream.residual, gain)
+        y = expert_ops.expert_mlp(ctx, x, expert_ids, *joined)
+        added = expert_ops.combine_experts_add_rms_norm(
+            ctx, y, expert_weights, stream.residual, gain
+        )
         if cache is not None:
-            cache = _counted(cache, logits, expert_ids, self.batch.slots < self.positions.size)
+            cache = _counted(cache, logits, expert_ids, self.batch.places < self.positions.size)
         return cache, Stream(*added)
 
 
@@ -82,12 +86,12 @@ class Balance(NamedTuple):
     """What the routers of all layers assigned to each expert.
 
     Attributes:
-        slots: Slots of real rows assigned to it, float32 [U].
+        num_rows: Real rows that chose it, float32 [U].
         probabilities: The sum of its softmax over real rows, float32 [U].
         rows: Real rows, each once a layer, float32.
     """
 
-    slots: Any
+    num_rows: Any
     probabilities: Any
     rows: Any
 
@@ -99,7 +103,7 @@ def _counted(balance: Balance, logits, expert_ids, is_real) -> Balance:
     is_chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.float32).sum(axis=1)
     probabilities = jax.nn.softmax(logits, axis=1)
     return Balance(
-        balance.slots + jnp.sum(is_chosen * real, axis=0),
+        balance.num_rows + jnp.sum(is_chosen * real, axis=0),
         balance.probabilities + jnp.sum(probabilities * real, axis=0),
         balance.rows + jnp.sum(real),
     )
@@ -149,8 +153,8 @@ def token_logprobs_and_balance(
 ) -> tuple[tuple[Float32[Array, " M"], Float32[Array, " M"]], Float32[Array, ""]]:
     """Return `token_logprobs` and how unevenly the routers use their experts.
 
-    `balance = U * sum_e(slots[e] / rows * probabilities[e] / rows)`, over real rows of all layers
-    that have experts; top_k where all experts are used alike.
+    `balance = U * sum_e(num_rows[e] / rows * probabilities[e] / rows)`, over real rows of all
+    layers that have experts; top_k where all experts are used alike.
 
     Args: As `token_logprobs`.
 
@@ -172,7 +176,7 @@ def token_logprobs_and_balance(
         ctx, params, rope_tables, batch, Balance(zeros, zeros, jnp.float32(0)), remat=remat
     )
     assert counted is not None  # it was given one
-    share = lax.stop_gradient(counted.slots) / counted.rows
+    share = lax.stop_gradient(counted.num_rows) / counted.rows
     balance = zeros.size * jnp.sum(share * counted.probabilities / counted.rows)
     return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets), balance
 

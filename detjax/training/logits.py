@@ -11,7 +11,7 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
-from detjax.training.operations import linear_gradients, with_gradient
+from detjax.training.gradients import linear_gradients, with_gradient
 
 
 def token_logits(

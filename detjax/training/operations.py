@@ -12,67 +12,34 @@ Numerics:
     batch-invariant.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
-from detjax.models.params import padded_router_size
 from detjax.numerics import tree_reduction
 from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
-from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
-from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
-from detjax.pallas_kernels.moe.api import route as route_kernel
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
+from detjax.training.gradients import (
+    ROW_AXIS,
+    gradient_of,
+    linear_gradients,
+    product,
+    with_gradient,
+)
 
 HEAD_ROWS = 1024
 """Tokens whose logits exist at the same time."""
 
 MAX_SCORES = 2**26
 """Attention scores that exist at the same time in a backward pass, or those of one sequence."""
-
-ROW_AXIS, COLUMN_AXIS = 0, 1
-
-
-def with_gradient(kernel: Callable, gradient: Callable[..., tuple]) -> Callable:
-    """`kernel`, whose arguments get the cotangents that `gradient(args, out, cotangent)` gives."""
-    op = jax.custom_vjp(kernel)
-
-    def forward(*args):
-        out = kernel(*args)
-        return out, (args, out)
-
-    def backward(saved, cotangent):
-        return gradient(*saved, cotangent)
-
-    op.defvjp(forward, backward)
-    return op
-
-
-def _gradient_of(formula: Callable) -> Callable[..., tuple]:
-    """The gradient of a plain formula."""
-
-    def gradient(args, _, cotangent):
-        return jax.vjp(formula, *args)[1](cotangent)
-
-    return gradient
-
-
-def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Array, "X Y"]:
-    """Contract an axis of each matrix, in float32."""
-    axes = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(
-        a, b, axes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
 
 
 def embed(
@@ -89,12 +56,13 @@ def embed(
         table, ids = args
         # WHY: a product, since a scatter-add on a GPU has no order.
         is_token = jax.nn.one_hot(ids, table.shape[0], dtype=cotangent.dtype)
-        return _product(is_token, cotangent, ROW_AXIS, ROW_AXIS), None
+        return product(is_token, cotangent, ROW_AXIS, ROW_AXIS), None
 
     return with_gradient(kernel, gradient)(table, ids)
 
 
-def _plain_rms_norm(x, gain, eps: float):
+def plain_rms_norm(x, gain, eps: float):
+    """The formula of `rms_norm`, rows of x with a gain each."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return (wide * lax.rsqrt(mean_square + eps) * gain).astype(x.dtype)
@@ -111,15 +79,9 @@ def rms_norm(
         return rms_norm_kernel(x, rounded, eps=eps, backend=ctx.backend)
 
     def formula(x, gain):
-        return _plain_rms_norm(x, gain[None], eps)
+        return plain_rms_norm(x, gain[None], eps)
 
-    return with_gradient(kernel, _gradient_of(formula))(x, gain)
-
-
-def linear_gradients(x, w, cotangent, param_dtype):
-    """Cotangents of the inputs and the weights of `x @ w.T`."""
-    of_x = _product(cotangent, w.astype(param_dtype).astype(x.dtype), COLUMN_AXIS, ROW_AXIS)
-    return of_x.astype(x.dtype), _product(cotangent, x, ROW_AXIS, ROW_AXIS)
+    return with_gradient(kernel, gradient_of(formula))(x, gain)
 
 
 def _bias_gradient(bias, cotangent):
@@ -172,7 +134,7 @@ def linear_add_rms_norm(
         )
 
     def formula(total, gain):
-        return total, _plain_rms_norm(total, gain[None], eps)
+        return total, plain_rms_norm(total, gain[None], eps)
 
     def gradient(args, out, cotangents):
         x, w, _, bias, gain = args
@@ -189,166 +151,13 @@ def swiglu(ctx: ForwardContext, gate_up: Activation[Array, "M E"]) -> Activation
     def kernel(gate_up):
         return swiglu_kernel(gate_up, backend=ctx.backend)
 
-    return with_gradient(kernel, _gradient_of(_plain_swiglu))(gate_up)
+    return with_gradient(kernel, gradient_of(plain_swiglu))(gate_up)
 
 
-def _plain_swiglu(gate_up):
+def plain_swiglu(gate_up):
+    """The formula of `swiglu`."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
-
-
-def router_logits(
-    ctx: ForwardContext, x: Activation[Array, "M D"], w: Float32[Array, "U D"]
-) -> Float32[Array, "M U"]:
-    """Multiply by a router as it is stored, and keep float32: `linear.api.linear`."""
-    dtype, f32 = ctx.profile.param_dtype, jnp.dtype(jnp.float32)
-    num_experts = w.shape[0]
-    num_zeros = padded_router_size(num_experts) - num_experts
-
-    def kernel(x, w):
-        stored = (
-            jnp.pad(w.astype(dtype), ((0, num_zeros), (0, 0))) if num_zeros else w.astype(dtype)
-        )
-        logits = linear_kernel(x, stored, out_dtype=f32, backend=ctx.backend)
-        return logits[:, :num_experts]
-
-    def gradient(args, _, cotangent):
-        x, w = args
-        of_x, of_w = linear_gradients(x.astype(f32), w, cotangent, dtype)
-        return of_x.astype(x.dtype), of_w
-
-    return with_gradient(kernel, gradient)(x, w)
-
-
-def route(
-    ctx: ForwardContext, logits: Float32[Array, "M U"]
-) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
-    """Choose each row's experts and weigh them: `moe.api.route`. The choice has no gradient."""
-    config = ctx.config.experts
-    assert config is not None  # whoever has a router
-
-    def kernel(logits):
-        return route_kernel(
-            logits,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            renormalise=config.renormalise,
-            backend=ctx.backend,
-        )
-
-    def gradient(args, out, cotangents):
-        (logits,), (expert_ids, _) = args, out
-        # WHY: a product, since a scatter-add on a GPU has no order.
-        is_chosen = jax.nn.one_hot(expert_ids, logits.shape[1], dtype=jnp.float32)
-
-        def weights(logits):
-            probabilities = jax.nn.softmax(logits, axis=1)
-            chosen = jnp.sum(is_chosen * probabilities[:, None, :], axis=2)
-            return chosen / jnp.sum(chosen, axis=1, keepdims=True) if config.renormalise else chosen
-
-        return jax.vjp(weights, logits)[1](cotangents[1])
-
-    return with_gradient(kernel, gradient)(logits)
-
-
-def expert_mlp(
-    ctx: ForwardContext,
-    x: Activation[Array, "M D"],
-    expert_ids: Int32[Array, "M Q"],
-    w_gate_up: Float32[Array, "U E D"],
-    w_down: Float32[Array, "U D F"],
-) -> Activation[Array, "M Q D"]:
-    """Run each row through its experts: `moe.api.expert_mlp`.
-
-    Numerics:
-        Gradients are ragged products of the slots sorted by expert. A row's gradient is added over
-        its experts in float32.
-    """
-    dtype = ctx.profile.param_dtype
-
-    def kernel(x, expert_ids, w_gate_up, w_down):
-        return expert_mlp_kernel(
-            x,
-            expert_ids,
-            w_gate_up.astype(dtype),
-            w_down.astype(dtype),
-            first_expert=0,
-            backend=ctx.backend,
-        )
-
-    def gradient(args, _, cotangent):
-        x, expert_ids, w_gate_up, w_down = args
-        top_k = expert_ids.shape[1]
-        slots = expert_ids.reshape(-1)
-        order = jnp.argsort(slots, stable=True)
-        sizes = jnp.bincount(slots, length=w_down.shape[0]).astype(jnp.int32)
-        rows = jnp.take(x, order // top_k, axis=0)
-        of_y = jnp.take(cotangent.reshape(-1, cotangent.shape[2]), order, axis=0)
-        w_gate_up, w_down = (w.astype(dtype).astype(x.dtype) for w in (w_gate_up, w_down))
-        gate_up = _ragged(rows, w_gate_up, sizes, COLUMN_AXIS).astype(x.dtype)
-        gated, of_gate_up = jax.vjp(_plain_swiglu, gate_up)
-        of_gated = _ragged(of_y, w_down, sizes, ROW_AXIS).astype(x.dtype)
-        (of_gate_up,) = of_gate_up(of_gated)
-        of_rows = jnp.take(
-            _ragged(of_gate_up, w_gate_up, sizes, ROW_AXIS), jnp.argsort(order), axis=0
-        )
-        of_x = jnp.sum(of_rows.reshape(-1, top_k, x.shape[1]), axis=1).astype(x.dtype)
-        return of_x, None, _of_groups(of_gate_up, rows, sizes), _of_groups(of_y, gated, sizes)
-
-    return with_gradient(kernel, gradient)(x, expert_ids, w_gate_up, w_down)
-
-
-def _ragged(x, w, sizes, w_axis: int) -> Float32[Array, "X Y"]:
-    """Contract the columns of each group of rows with an axis of its matrix."""
-    return lax.ragged_dot_general(
-        x,
-        w,
-        sizes,
-        lax.RaggedDotDimensionNumbers((((1,), (1 + w_axis,)), ((), ())), [0], [0]),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _of_groups(a, b, sizes) -> Float32[Array, "U X Y"]:
-    """Contract the rows of each group."""
-    return lax.ragged_dot_general(
-        a,
-        b,
-        sizes,
-        lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def combine_experts_add_rms_norm(
-    ctx: ForwardContext,
-    y: Activation[Array, "M Q D"],
-    weights: Float32[Array, "M Q"],
-    residual: Activation[Array, "M D"],
-    gain: Float32[Array, " D"],
-) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
-    """Add a row's experts to the residual stream, normalise: the operation of `moe.api`."""
-    dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
-
-    def kernel(y, weights, residual, gain):
-        return combine_experts_kernel(
-            y, weights, residual, gain.astype(dtype), eps=eps, backend=ctx.backend
-        )
-
-    def formula(total, gain):
-        return total, _plain_rms_norm(total, gain[None], eps)
-
-    def gradient(args, out, cotangents):
-        y, weights, _, gain = args
-        of_total, of_gain = jax.vjp(formula, out[0], gain)[1](cotangents)
-        wide = of_total.astype(jnp.float32)[:, None, :]
-        of_y = (wide * weights[:, :, None]).astype(y.dtype)
-        of_weights = jnp.sum(wide * y.astype(jnp.float32), axis=2)
-        return of_y, of_weights, of_total, of_gain
-
-    return with_gradient(kernel, gradient)(y, weights, residual, gain)
 
 
 def _plain_rope(x, cos, sin):
@@ -365,7 +174,7 @@ def _plain_attention(qkv, gains, cos, sin, *, num_heads: int, window: int | None
     num_kv = (qkv.shape[1] - num_heads) // 2
     q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
     if gains is not None:
-        q, k = (_plain_rms_norm(x, g[None, None], eps) for x, g in zip((q, k), gains, strict=True))
+        q, k = (plain_rms_norm(x, g[None, None], eps) for x, g in zip((q, k), gains, strict=True))
     q, k = _plain_rope(q, cos, sin), _plain_rope(k, cos, sin)
     q = q.reshape(length, num_kv, -1, channels)
     scores = jnp.einsum(
@@ -409,13 +218,13 @@ def self_attention(
     """
     profile, config = ctx.profile, ctx.config
     batch, length, num_all, channels = qkv.shape
-    num_heads = config.num_heads
+    num_heads, eps = config.num_heads, config.rms_norm_eps
     num_kv = (num_all - num_heads) // 2
-    num_blocks = -(-length // profile.attention_block)
 
     def kernel(qkv, gains, cos, sin, positions):
         if gains is not None:
             gains = tuple(gain.astype(profile.param_dtype) for gain in gains)
+        num_blocks = -(-length // profile.attention_block)
         page = (2, num_kv, profile.attention_block, channels)
         pages = jnp.zeros((1, batch * num_blocks, *page), qkv.dtype)
         table = jnp.arange(batch * num_blocks, dtype=jnp.int32).reshape(batch, num_blocks)
@@ -428,7 +237,7 @@ def self_attention(
             table,
             positions,
             layer=0,
-            eps=config.rms_norm_eps,
+            eps=eps,
             backend=ctx.backend,
         )
         return attention_kernel(
@@ -449,14 +258,13 @@ def self_attention(
         @jax.checkpoint
         def one(qkv):
             return _plain_attention(
-                qkv, gains, cos, sin,
-                num_heads=num_heads, window=window, eps=config.rms_norm_eps,
-            )  # fmt: skip
+                qkv, gains, cos, sin, num_heads=num_heads, window=window, eps=eps
+            )
 
         at_once = max(MAX_SCORES // (num_heads * length**2), 1)
         return lax.map(one, qkv, batch_size=min(at_once, batch))
 
-    op = with_gradient(kernel, _gradient_of(formula))
+    op = with_gradient(kernel, gradient_of(formula))
     return op(qkv, gains, cos, sin, positions)
 
 
@@ -530,22 +338,22 @@ def _chunks(x: jax.Array) -> jax.Array:
 
 
 def to_sequences(
-    rows: Activation[Array, "M X"], slots: Int32[Array, " M"], num_slots: int
+    rows: Activation[Array, "M X"], places: Int32[Array, " M"], num_places: int
 ) -> Activation[Array, "Y X"]:
-    """Put each row in its slot, zeros elsewhere. Copies only, in both directions."""
+    """Put each row in its place, zeros elsewhere. Copies only, in both directions."""
 
-    def kernel(rows, slots):
-        out = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
-        return out.at[slots].set(rows, mode="drop", unique_indices=True)
+    def kernel(rows, places):
+        out = jnp.zeros((num_places, rows.shape[1]), rows.dtype)
+        return out.at[places].set(rows, mode="drop", unique_indices=True)
 
     def gradient(args, _, cotangent):
         return _take_rows(cotangent, args[1]), None
 
-    return with_gradient(kernel, gradient)(rows, slots)
+    return with_gradient(kernel, gradient)(rows, places)
 
 
 def to_rows(
-    sequences: Activation[Array, "Y X"], slots: Int32[Array, " M"]
+    sequences: Activation[Array, "Y X"], places: Int32[Array, " M"]
 ) -> Activation[Array, "M X"]:
     """The inverse of `to_sequences`; zeros for rows of padding."""
 
@@ -553,8 +361,8 @@ def to_rows(
         out = jnp.zeros(args[0].shape, cotangent.dtype)
         return out.at[args[1]].set(cotangent, mode="drop", unique_indices=True), None
 
-    return with_gradient(_take_rows, gradient)(sequences, slots)
+    return with_gradient(_take_rows, gradient)(sequences, places)
 
 
-def _take_rows(sequences, slots):
-    return jnp.take(sequences, slots, axis=0, mode="fill", fill_value=0)
+def _take_rows(sequences, places):
+    return jnp.take(sequences, places, axis=0, mode="fill", fill_value=0)

@@ -13,7 +13,7 @@ def plot_curves(rows: Sequence[dict[str, Any]]):
     """Reward and KL by step, a line for each seed, a colour for each kind of rollout.
 
     Args:
-        rows: Of `python -m detjax.training.grpo`: `rollout`, `seed`, `step`, `reward`, `kl`.
+        rows: Of `python -m detjax.grpo`: `rollout`, `seed`, `step`, `reward`, `kl`.
 
     Returns:
         A matplotlib figure.

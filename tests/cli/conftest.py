@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,21 @@ import tokenizers
 from tokenizers import processors
 
 from detjax import generate
-from detjax.cli.model import OpenModel, Progress
+from detjax.cli.model import OpenModel
+from detjax.cli.processes import Processes
 from detjax.engine.config import EngineConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.completion import Completion, best
 from detjax.engine.outputs.request_output import FinishReason, TokenEvent
 from detjax.engine.requests.request import Request
 from detjax.engine.scheduling.workload import Workload
-from detjax.engine.trace import TracesEvents
+from detjax.engine.trace import NO_TRACE, TracesEvents
+from detjax.llm import LLM
+from detjax.llm_config import LLMConfig
+from detjax.models.tokenizer import Tokenizer
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.progress import Progress
 from detjax.proof.identity import Identity
 from detjax.testing.folders import byte_tokenizer
 
@@ -83,12 +91,11 @@ class Toy:
         return [*prompt, *self.ids_of(str(seq)), self.end]
 
 
-def fake_sizes(asked: Mapping[str, Any], work: Workload) -> EngineConfig:
-    """What is asked, and the defaults, with room for the work."""
-    return EngineConfig(**{"max_len": work.longest, **asked})
-
-
-IDENTITY = Identity(model={"name": "toy"}, numerics={}, build={})
+IDENTITY = Identity(
+    model={"name": "toy", "weight_cast": "none"},
+    numerics={"fingerprint": "0123456789abcdef"},
+    build={"backend": "portable"},
+)
 
 
 class FakeEngine:
@@ -175,6 +182,59 @@ class FakeEngine:
         )
 
 
+class FakeLLM(LLM):
+    """An `LLM` without weights, whose engine says what `answer` says."""
+
+    def __init__(self, config: LLMConfig, tokenizer: Tokenizer, engine: Any):
+        self.config, self.tokenizer, self.engine = config, tokenizer, engine
+
+    def identity(self) -> Identity:
+        return IDENTITY
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeModel(OpenModel):
+    """A model without weights.
+
+    Attributes:
+        answer: Of its engines.
+        flip: As `FakeEngine` has it.
+        sizes: Those of the engines that were made.
+    """
+
+    answer: Answer
+    flip: tuple[int, int] = (0, 0)
+    sizes: list[EngineConfig] = field(default_factory=list)
+    model: Any = None
+    backend_reason: str = "a test"
+    processes: Processes = Processes()
+
+    def size_engine(self, asked: Mapping[str, Any], work: Workload) -> EngineConfig:
+        """What is asked, and the defaults, with room for the work."""
+        return EngineConfig(**{"max_len": work.longest, **asked})
+
+    def config_of(self, engine: EngineConfig) -> LLMConfig:
+        return LLMConfig(
+            name=self.args.model,
+            folder=self.files.folder,
+            model=self.files.config,
+            profile=NumericsProfile(),
+            weight_cast="none",
+            fingerprint="0123456789abcdef",
+            backend=Backend.PORTABLE,
+            backend_reason=self.backend_reason,
+            dp=self.args.dp,
+            tp=self.args.tp,
+            engine=engine,
+            cache_bytes=0,
+        )
+
+    def make_llm(self, engine: EngineConfig, *, tracer: TracesEvents = NO_TRACE) -> FakeLLM:
+        self.sizes.append(engine)
+        fake = FakeEngine(self.answer, engine, self.flip)
+        return FakeLLM(self.config_of(engine), self.files.tokenizer, fake)
+
+
 @pytest.fixture
 def toy() -> Toy:
     """A model folder's tokens, configuration and files."""
@@ -182,15 +242,9 @@ def toy() -> Toy:
 
 
 @pytest.fixture
-def sizes() -> Callable[[Mapping[str, Any], Workload], EngineConfig]:
-    """Sizes of a fake engine."""
-    return fake_sizes
-
-
-@pytest.fixture
-def fake_engine() -> type[FakeEngine]:
-    """An engine that says what it is told to."""
-    return FakeEngine
+def fake_model() -> type[FakeModel]:
+    """A model whose engines say what they are told to."""
+    return FakeModel
 
 
 @pytest.fixture
@@ -206,22 +260,10 @@ def command(tmp_path, toy):
     ) -> int:
         folder = toy.write_model(tmp_path / "model", chat_template=chat_template)
 
-        def make_engine(config: EngineConfig, tracer: TracesEvents) -> FakeEngine:
-            if shapes is not None:
-                shapes.append(config)
-            return FakeEngine(answer, config, flip)
-
-        def open_model(args, where, progress, max_len) -> OpenModel:
-            assert where == folder
-            return OpenModel(
-                fingerprint="0123456789abcdef",
-                backend="portable",
-                backend_reason="a test",
-                size_engine=fake_sizes,
-                cache_bytes=lambda config: 0,
-                make_engine=make_engine,
-                identify=lambda tokenizer: IDENTITY,
-            )
+        def open_model(args, files, progress, max_len) -> OpenModel:
+            assert files.folder == folder
+            sizes = [] if shapes is None else shapes
+            return FakeModel(args=args, files=files, answer=answer, flip=flip, sizes=sizes)
 
         return generate.main(["--model", str(folder), *argv], open_model=open_model)
 

@@ -16,8 +16,8 @@ import jax
 import pytest
 
 import detjax
-from detjax import generate, numerics, opening, sizing
-from detjax.cli import errors, model, options
+from detjax import generate
+from detjax.cli import errors, model
 from detjax.cli.arguments import OPTIONS
 from detjax.cli.parser import parse_args
 from detjax.cli.verbs import VERBS
@@ -141,6 +141,7 @@ def test_a_reader_that_goes_away_is_no_fault(command, tmp_path, monkeypatch):
         "convert_gguf",
         "diverge",
         "generate",
+        "grpo",
         "quantize",
         "replay",
         "serve",
@@ -156,12 +157,6 @@ def test_every_command_says_its_version(name, capsys):
 
 def test_an_engine_has_sizes_if_none_are_given():
     assert EngineConfig(batch_size=8, prefill_chunk=64, max_len=1024) == EngineConfig()
-
-
-def test_options_and_the_code_that_imports_jax_have_the_same_constants():
-    assert options.NO_CAST == numerics.NO_CAST
-    assert options.GPU_MEMORY_SHARE == sizing.GPU_MEMORY_UTILIZATION
-    assert options.AUTO == opening.AUTO
 
 
 def test_options_have_the_names_of_vllm_too():

@@ -77,5 +77,7 @@ def test_what_is_wrong_in_a_file_is_named(write, text, says):
 def test_a_file_that_is_not_there_is_named(command, capsys, tmp_path):
     assert command("-p", "a", "--config", str(tmp_path / "no")) == errors.BAD_INPUT
     assert f"--config {tmp_path}/no cannot be read: No such file" in capsys.readouterr().err
+    assert command("-p", "a", "--config", "a\0b") == errors.BAD_INPUT
+    assert "cannot be read: embedded null byte" in capsys.readouterr().err
     assert command("-p", "a", "--config") == errors.BAD_INPUT
     assert "--config: expected one argument" in capsys.readouterr().err

@@ -29,7 +29,6 @@ from detjax.models.params import tensor_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.proof.identity import Identifier
 
 CODES = {errors.OK, errors.BAD_INPUT, errors.BITS_DIFFER, errors.INTERRUPTED}
 
@@ -164,7 +163,7 @@ def break_folder(rng: np.random.Generator, folder: Path) -> str:
 
 
 @pytest.fixture
-def fuzz(tmp_path, toy, sizes, fake_engine, monkeypatch) -> Callable[[int, bool], int]:
+def fuzz(tmp_path, toy, fake_model, monkeypatch) -> Callable[[int, bool], int]:
     """Run a case by its number; the second argument says whether the folder is broken."""
     monkeypatch.setattr(chat_template, "RENDER_S", 0.5)
     monkeypatch.chdir(tmp_path)
@@ -178,21 +177,13 @@ def fuzz(tmp_path, toy, sizes, fake_engine, monkeypatch) -> Callable[[int, bool]
     files["model.safetensors"] = weights
     mesh = make_mesh(1, 1)
 
-    def open_model(args, where, progress, max_len) -> OpenModel:
+    def open_model(args, files, progress, max_len) -> OpenModel:
         with bad_input():
             model = load_model(
-                str(where), profile=NumericsProfile(), mesh=mesh, backend=Backend.PORTABLE,
+                str(files.folder), profile=NumericsProfile(), mesh=mesh, backend=Backend.PORTABLE,
                 max_len=max_len,
             )  # fmt: skip
-        return OpenModel(
-            fingerprint=model.fingerprint,
-            backend="portable",
-            backend_reason="a test",
-            size_engine=sizes,
-            cache_bytes=lambda config: 0,
-            make_engine=lambda shape, tracer: fake_engine(toy.echo, shape, (0, 0)),
-            identify=lambda tokenizer: Identifier(model, tokenizer, name="toy").identity(),
-        )
+        return fake_model(args=args, files=files, model=model, answer=toy.echo)
 
     def run(case: int, breaks_folder: bool) -> int:
         rng = np.random.default_rng(case)

@@ -13,8 +13,8 @@ from detjax.cli.command_line import CommandParser
 from detjax.cli.verbs import VERBS
 
 _MODULES = {"generate": "detjax.cli.parser"}
-NOT_OURS = {"eval", "grpo"}
-"""Options of another project's command, and of detjax.training, which lies below detjax.cli."""
+NOT_OURS = {"eval"}
+"""Options of another project's command."""
 VERBS_OF_OURS = sorted(VERBS.keys() - NOT_OURS)
 
 DIFFERENT = {
@@ -24,6 +24,16 @@ DIFFERENT = {
     ("diverge", "model", "default"): "a receipt and an evidence name their model",
     ("audit", "model", "default"): "a receipt names its model",
     ("replay", "model", "default"): "a receipt names its model",
+    ("grpo", "devices", "default"): "of the trainer, besides those of the engine",
+    ("grpo", "devices", "help"): "of the trainer, besides those of the engine",
+    ("grpo", "batch_size", "default"): "answers come together, and nobody waits for the first",
+    ("grpo", "batch_size", "help"): "answers come together, and nobody waits for the first",
+    ("grpo", "max_tokens", "default"): "a task has lengths of its own",
+    ("grpo", "max_tokens", "help"): "a task has lengths of its own",
+    ("grpo", "output", "default"): "results are files of a folder",
+    ("grpo", "output", "help"): "results are files of a folder",
+    ("grpo", "output", "metavar"): "results are files of a folder",
+    ("grpo", "output", "type"): "results are files of a folder",
     ("quantize", "model", "default"): "there is no use in another small model",
     ("quantize", "output", "default"): "a model is a folder",
     ("quantize", "output", "help"): "a model is a folder",

@@ -98,7 +98,7 @@ def test_json_lines_hold_what_the_help_says(command, capsys, toy):
         "fingerprint",
         "model",
     ]
-    assert entry["model"] == {"name": "toy"}
+    assert entry["model"] == {"name": "toy", "weight_cast": "none"}
     assert entry["sampling"]["logprobs"] == 1
     assert entry["is_deterministic"] is True
     assert entry["prompt_token_ids"] == [256, *toy.ids_of("ab")]

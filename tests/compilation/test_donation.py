@@ -12,10 +12,10 @@ from detjax.compilation.donation import (
     UnsafeProgramError,
     check_program,
     compile_checked,
-    parse_module,
     stale_reads,
     unaligned_operands,
 )
+from detjax.compilation.hlo_text import parse_module
 from detjax.compilation.xla_flags import EXACT_OPTIONS
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from detjax.models import chat_template, tokenizer
+from detjax.models import chat_template, tokenizer_files
 from detjax.models.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -391,7 +391,7 @@ def test_a_tokenizer_that_makes_a_text_many_times_as_long_is_refused(tmp_path, p
 
 def test_files_that_are_too_long_are_not_read(tmp_path, monkeypatch):
     write_folder(tmp_path, byte_level(), CONFIG)
-    monkeypatch.setattr(tokenizer, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(tokenizer_files, "MAX_FILE_BYTES", 10)
     with pytest.raises(ValueError, match="tokenizer.json has more than 10 bytes"):
         Tokenizer.from_folder(tmp_path)
 

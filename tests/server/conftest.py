@@ -15,7 +15,8 @@ import uvicorn
 import detjax
 from detjax.server.app import OPEN_TO_ALL, make_app
 from detjax.server.options import WebOptions
-from detjax.server.service import Limits, ServedModel, Service
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.service import Service
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -14,7 +14,8 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identifier
-from detjax.server.service import Limits, ServedModel, Service
+from detjax.server.served_model import Limits, ServedModel
+from detjax.server.service import Service
 from detjax.testing.dummies import dummy_config, dummy_model
 
 from .conftest import TEMPLATE

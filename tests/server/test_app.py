@@ -22,8 +22,9 @@ import detjax
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.outputs.request_output import FinishReason
 from detjax.serve import make_parser
-from detjax.server import service as service_module
-from detjax.server.service import Limits, Service, ServiceState
+from detjax.server import output_deltas
+from detjax.server.served_model import Limits
+from detjax.server.service import Service, ServiceState
 
 from .conftest import make_service, served
 
@@ -359,7 +360,7 @@ def test_while_it_drains_nobody_new_is_let_in(llm):
 
 
 def test_a_sequence_that_fails_fails_its_request_alone(running, client, monkeypatch):
-    push = service_module._Sequence.push
+    push = output_deltas.StreamedSequence.push
 
     def push_or_fail(self, event):
         if self._stream._stop_strings == ("planted",):
@@ -367,7 +368,7 @@ def test_a_sequence_that_fails_fails_its_request_alone(running, client, monkeypa
         return push(self, event)
 
     want = answer(client)["choices"][0]["detjax"]
-    monkeypatch.setattr(service_module._Sequence, "push", push_or_fail)
+    monkeypatch.setattr(output_deltas.StreamedSequence, "push", push_or_fail)
 
     def ask(i):
         with running.client() as own:

@@ -18,12 +18,8 @@ import numpy as np
 import pytest
 
 from detjax.server.app import make_app
-from detjax.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from detjax.server.chat_request import ChatRequest, DetokenizeRequest, TokenizeRequest
+from detjax.server.protocol import CompletionRequest
 from detjax.server.responses import ResponsesRequest
 from detjax.server.service import Service
 

@@ -7,7 +7,8 @@ import socket
 import httpx
 import pytest
 
-from detjax.server.service import Limits, Service, ServiceState
+from detjax.server.served_model import Limits
+from detjax.server.service import Service, ServiceState
 
 from .conftest import served
 from .small import small_service

@@ -8,7 +8,8 @@ import time
 import openai
 import pytest
 
-from detjax.server.service import Limits, Service
+from detjax.server.served_model import Limits
+from detjax.server.service import Service
 
 from .conftest import served
 from .small import engine_of, small_model, small_service

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from detjax.server.app import OPEN_TO_ALL, PAGE_PATHS, make_app
-from detjax.server.protocol import ChatRequest, CompletionRequest, parse
-from detjax.server.service import Limits, Service
+from detjax.server.chat_request import ChatRequest
+from detjax.server.protocol import CompletionRequest
+from detjax.server.records import parse
+from detjax.server.served_model import Limits
+from detjax.server.service import Service
 
 from .conftest import served
 from .small import post, small_service

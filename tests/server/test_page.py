@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 import detjax
-from detjax.server.service import Limits, Service
+from detjax.server.served_model import Limits
+from detjax.server.service import Service
 
 from .conftest import make_service, served
 

@@ -9,13 +9,10 @@ import openai.types.completion_create_params
 import openai.types.responses.response_create_params
 import pytest
 
-from detjax.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    RefusedError,
-    parse,
-    sampling_params,
-)
+from detjax.server.chat_request import ChatRequest
+from detjax.server.errors import RefusedError
+from detjax.server.protocol import CompletionRequest, sampling_params
+from detjax.server.records import parse
 from detjax.server.responses import ResponsesRequest
 
 OPENAI = {

@@ -18,10 +18,10 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.tokenizer import Tokenizer
 from detjax.server import text_worker
 from detjax.server.app import make_app
-from detjax.server.protocol import RefusedError
+from detjax.server.errors import RefusedError
 from detjax.server.text_process import Setup
-from detjax.server.text_work import Decode, Encode, Template, Tools
-from detjax.server.text_worker import Texts, Worker, WorkLimits
+from detjax.server.text_tasks import Decode, Encode, Template, TextTools
+from detjax.server.text_worker import TaskLimits, TextPool, Worker
 
 from .conftest import TEMPLATE
 from .small import body, post, small_service
@@ -37,14 +37,14 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def texts(tokenizer):
-    with contextlib.closing(Texts(tokenizer, vocab_size=4096, eos_token_ids=(1,))) as made:
+    with contextlib.closing(TextPool(tokenizer, vocab_size=4096, eos_token_ids=(1,))) as made:
         yield made
 
 
 def worker(tokenizer, **limits) -> Worker:
-    made = WorkLimits(**({"job_s": 20.0} | limits))
+    made = TaskLimits(**({"task_s": 20.0} | limits))
     setup = Setup(
-        tokenizer=pickle.dumps(tokenizer), vocab_size=4096, eos_token_ids=(1,), job_s=made.job_s,
+        tokenizer=pickle.dumps(tokenizer), vocab_size=4096, eos_token_ids=(1,), task_s=made.task_s,
         memory_bytes=made.memory_bytes, is_judge=False,
     )  # fmt: skip
     return Worker(setup, made, what="reading the text")
@@ -60,7 +60,7 @@ def is_alive(process_id: int) -> bool:
 def test_long_work_has_the_result_of_short_work(tokenizer, texts):
     text = "17+26= <s> é 😀 " * 2_000
     messages, variables = [{"role": "user", "content": text}], {"tools": [{"x": 2**70}]}
-    tools = Tools.of(tokenizer, 4096, (1,))
+    tools = TextTools.of(tokenizer, 4096, (1,))
 
     async def ask():
         (ids,) = await texts.encode([text])
@@ -85,7 +85,7 @@ def test_what_is_short_starts_no_process(texts):
 
 
 def test_what_takes_too_long_is_refused_and_the_next_is_served(tokenizer):
-    slow = worker(tokenizer, job_s=0.2)
+    slow = worker(tokenizer, task_s=0.2)
 
     async def ask():
         await slow.run(pickle.dumps(Encode(texts=["sea"])))
@@ -184,7 +184,7 @@ def test_a_form_that_costs_too_much_is_refused_within_seconds(texts, kind, spec,
     begin_s = time.perf_counter()
     with pytest.raises(RefusedError, match=says):
         asyncio.run(texts.judge(StructuredOutput(kind=kind, spec=spec)))
-    assert time.perf_counter() - begin_s < text_worker.FORM_LIMITS.job_s + 5
+    assert time.perf_counter() - begin_s < text_worker.FORM_LIMITS.task_s + 5
 
 
 def test_ordinary_forms_pass(texts):

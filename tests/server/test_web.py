@@ -21,7 +21,8 @@ from detjax.engine.metrics import (
 )
 from detjax.serve import check_files, check_options, make_parser
 from detjax.server.options import WebOptions, access_filter, web_options
-from detjax.server.service import Limits, Service, _less_folders
+from detjax.server.served_model import Limits
+from detjax.server.service import Service, _less_folders
 
 from .conftest import served
 from .small import body, small_service

@@ -54,7 +54,7 @@ def test_the_balance_is_that_of_hugging_face(model_named, weighted, monkeypatch)
             lambda p, b: token_logprobs(context(model), p, model.rope_tables, b, remat=False)[0]
         )(params, batch)
         assert_bitwise_equal(logprobs, without, claim=f"{layout.value}: asked for the balance too")
-        is_real = np.asarray(batch.slots) < len(batch.lengths) * batch.length
+        is_real = np.asarray(batch.places) < len(batch.lengths) * batch.length
         want = hf_balance(np.asarray(logits, np.float64)[is_real], model.config.experts.top_k)
         found[layout] = float(balance)
         assert float(balance) == pytest.approx(want, rel=1e-5)

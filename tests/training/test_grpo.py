@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detjax import grpo as command
+from detjax.cli.errors import BAD_INPUT, OK
+from detjax.grpo import main
 from detjax.models.bundled import bundled_model_path
 from detjax.testing import assert_bitwise_equal
 from detjax.training import grpo
 from detjax.training.checkpoint import restore_state, save_state
-from detjax.training.grpo import BAD_INPUT, OK, main
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.rewards import Rewarded
 from detjax.training.tasks import ArithmeticTask, Gsm8k, Problem
@@ -33,7 +35,7 @@ def rows_of(folder) -> list[dict]:
 @pytest.mark.invariance
 def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path, capsys):
     """tp 4 against tp 1, on the bundled model; the fast rollout is the control."""
-    assert main([*TINY, "--steps", "2", "--rollout-tp", "4", "--out", str(tmp_path)]) == OK
+    assert main([*TINY, "--steps", "2", "--rollout-tp", "4", "--output", str(tmp_path)]) == OK
     rows = rows_of(tmp_path)
     exact = [row for row in rows if row["rollout"] == "invariant"]
     fast = [row for row in rows if row["rollout"] == "fast"]
@@ -54,10 +56,10 @@ def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path,
 def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     command = [*TINY, "--rollout", "invariant", "--rollout-tp", "1"]
     whole, first, rest = (tmp_path / name for name in ("whole", "first", "rest"))
-    assert main([*command, "--steps", "2", "--out", str(whole)]) == OK
-    assert main([*command, "--steps", "1", "--out", str(first), "--save", str(tmp_path)]) == OK
+    assert main([*command, "--steps", "2", "--output", str(whole)]) == OK
+    assert main([*command, "--steps", "1", "--output", str(first), "--save", str(tmp_path)]) == OK
     saved = str(tmp_path / "step1-seed0")
-    assert main([*command, "--steps", "2", "--out", str(rest), "--resume", saved]) == OK
+    assert main([*command, "--steps", "2", "--output", str(rest), "--resume", saved]) == OK
 
     def facts(folder):
         rows = rows_of(folder)
@@ -65,7 +67,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
 
     assert facts(first) + facts(rest) == facts(whole)
     # Into the --out of the first part: both parts stand there, and once only.
-    again = [*command, "--steps", "2", "--out", str(first), "--resume", saved]
+    again = [*command, "--steps", "2", "--output", str(first), "--resume", saved]
     assert main(again) == OK
     assert facts(first) == facts(whole)
     assert [run["first_step"] for run in json.loads((first / "runs.json").read_text())] == [0, 1]
@@ -177,8 +179,8 @@ def prepared(tmp_path_factory):
         rows = [{"question": f"{i}", "answer": f"#### {answer}"} for i in range(10)]
         problems.write_text("\n".join(map(json.dumps, rows)))
         argv = (*TINY, "--rollout", "invariant", "--rollout-tp", "1", *argv)
-        args = grpo.parse_args([*argv, "--task", "gsm8k", "--problems", str(problems)])
-        return grpo.prepare(args)
+        argv = (*argv, "--task", "gsm8k", "--problems", str(problems))
+        return grpo.prepare(command.grpo_args(command.make_parser().parse(argv)))
 
     return prepare
 
@@ -262,7 +264,7 @@ def test_without_optax_the_extra_is_named(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'detjax\[train\]'"):
         importlib.import_module("detjax.training.extras")
     program = "import sys, runpy; sys.modules['optax'] = None; "
-    program += "runpy.run_module('detjax.training.grpo', run_name='__main__')"
+    program += "runpy.run_module('detjax.grpo', run_name='__main__')"
     command = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -300,7 +302,7 @@ def test_gsm8k_and_a_reward_of_the_users_train_with_default_lengths(tmp_path, mo
     command = ["--task", "gsm8k", "--problems", str(gsm8k_file(tmp_path)), "--rollout-tp", "2",
                "--rollout", "invariant", "--backend", "portable", "--prompts", "1",
                "--samples", "2", "--microbatch", "2", "--batch-size", "2", "--steps", "2",
-               "--reward", "my_rewards:vowels", "--out", str(tmp_path)]  # fmt: skip
+               "--reward", "my_rewards:vowels", "--output", str(tmp_path)]  # fmt: skip
     assert main(command) == OK
     for row in rows_of(tmp_path):
         assert (row["kl"], row["num_different"]) == (0.0, 0), row

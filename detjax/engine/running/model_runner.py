@@ -19,7 +19,6 @@ from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Request
-from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import (
     DecodeRow,
     PrefillRow,
@@ -54,12 +53,10 @@ from detjax.engine.running.program_key import (
 )
 from detjax.engine.running.programs import Candidates, ProgramCache
 from detjax.engine.running.ready_programs import ReadyPrograms
-from detjax.engine.sampling.sampling import SamplingRows
+from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.claim import Claim
 from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel
-
-_IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
 
 
 def ignore_compiling(name: str, done: int, total: int) -> None:
@@ -271,7 +268,7 @@ class ModelRunner:
         operands = PrefillOperands.padding(
             num_rows, no_slot=no_slot, table_len=key.table_len, length=key.length
         )
-        sampling = [_IDLE] * num_rows
+        sampling = [IDLE_ROW] * num_rows
         targets = np.zeros((num_rows, key.length), np.int32)
         for at, row in places(key, rows):
             seq = row.seq

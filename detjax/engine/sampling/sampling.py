@@ -31,6 +31,9 @@ from detjax.parallel.mesh import TP_AXIS
 NO_TOKEN_LOGPROB = np.float32(np.inf)
 """The logprob of a choice where no token was possible, which no token can have."""
 
+IDLE_ROW: tuple[SamplingParams, int] = (SamplingParams(), 0)
+"""The sampling of a row without a sequence, and its sequence's index."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +200,8 @@ def _choose_plain(
     ctx: ForwardContext, logits, rows: SamplingRows, key, exchange: Exchange | None
 ) -> Choice:
     """`choose` where no row asks for more than its token, in a launch behind one pass."""
-    choose = choose_token if exchange is None else partial(exchange_choose_token, exchange)
-    token_ids, logprobs, lse = choose(
+    kernel = choose_token if exchange is None else partial(exchange_choose_token, exchange)
+    token_ids, logprobs, lse = kernel(
         logits, rows.temperature, key, vocab_block=ctx.profile.vocab_block, backend=ctx.backend
     )
     ctx.taps.see("token_id", token_ids)
@@ -211,6 +214,28 @@ def _choose_plain(
         top_ids=none,
         top_logprobs=none.astype(jnp.float32),
     )
+
+
+def _reported_and_scored(
+    ctx: ForwardContext,
+    logits,
+    rows: SamplingRows,
+    key,
+    *,
+    processed: ProcessedLogits | None,
+    with_filters: bool,
+):
+    """The logits that are reported, and the noisy scores of which the greatest is chosen."""
+    backend, first = ctx.backend, lax.axis_index(TP_AXIS) * logits.shape[1]
+    adjusted = logits if processed is None else processed.logits
+    kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
+    if processed is not None:
+        logits = _reported(processed, logits, rows, kept, backend=backend)
+    scores = gumbel_scores(adjusted, rows.temperature, key, first_token_id=first, backend=backend)
+    if kept is not None:
+        ctx.taps.see("kept_tokens", kept, Share.COLUMNS)
+        scores = jnp.where(kept, scores, -jnp.inf)
+    return logits, scores
 
 
 def choose(
@@ -257,20 +282,7 @@ def choose(
             return _choose_plain(ctx, logits, rows, key, None)
         if exchanges_choice(exchange, len(logits)):
             return _choose_plain(ctx, logits, rows, key, exchange)
-    if not is_plain:
-        adjusted = logits if processed is None else processed.logits
-        kept = _kept_tokens(ctx, adjusted, rows) if with_filters else None
-        if processed is not None:
-            logits = _reported(processed, logits, rows, kept, backend=backend)
-        maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
-        scores = gumbel_scores(
-            adjusted, rows.temperature, key, first_token_id=first, backend=backend
-        )
-        if kept is not None:
-            ctx.taps.see("kept_tokens", kept, Share.COLUMNS)
-            scores = jnp.where(kept, scores, -jnp.inf)
-        best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
-    else:
+    if is_plain:
         maxima, sums, best, best_id = stats_and_choice(
             logits,
             rows.temperature,
@@ -279,14 +291,18 @@ def choose(
             vocab_block=vocab_block,
             backend=backend,
         )
+    else:
+        logits, scores = _reported_and_scored(
+            ctx, logits, rows, key, processed=processed, with_filters=with_filters
+        )
+        maxima, sums = block_stats(logits, vocab_block=vocab_block, backend=backend)
+        best, best_id = jnp.max(scores, axis=1), first + jnp.argmax(scores, axis=1)
     token_ids = _best_over_ranks(best, best_id.astype(jnp.int32))
     ctx.taps.see("token_id", token_ids)
     lse = log_sum_exp(
         gather_columns(maxima, TP_AXIS), gather_columns(sums, TP_AXIS), backend=backend
     )
-
     ctx.taps.see("log_sum_exp", lse)
-
     chosen = _of_tokens(logits, token_ids, first)
     top_values, top_ids = most_likely(logits, first, num_top)
     logprobs = log_probs(jnp.concatenate([chosen, top_values], axis=1), lse, backend=backend)

@@ -11,10 +11,9 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import Slots
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import ProgramKey
-from detjax.engine.sampling.sampling import SamplingRows
+from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.probes import Placement
 
-_IDLE: tuple[SamplingParams, int] = (SamplingParams(), 0)
 _MOST_COMPANY_PAGES = 4
 """Pages of the longest row beside the probes: company costs time, and its length shows nothing."""
 
@@ -24,7 +23,7 @@ def scratch_slots(config: ReplicaConfig) -> tuple[Slots, SamplingRows]:
     count = config.num_replicas * config.num_slots
     window = np.zeros((count, config.verify_window), np.int32)
     slots = Slots.without_drafts(window, np.zeros(count, np.int32))
-    return slots, SamplingRows.pack([_IDLE] * count)
+    return slots, SamplingRows.pack([IDLE_ROW] * count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +63,7 @@ class RowMaker:
         dp, num_slots = self._config.num_replicas, self._config.num_slots
         window = np.zeros((dp, num_slots, self._config.verify_window), np.int32)
         start = np.zeros((dp, num_slots), np.int32)
-        sampling = [_IDLE] * num_slots
+        sampling = [IDLE_ROW] * num_slots
         for probe, row, tokens in zip(group.probes, group.rows, ids, strict=True):
             slot = self._slot(row)
             window[:, slot, : len(tokens)] = tokens
@@ -116,7 +115,7 @@ class RowMaker:
         operands = PrefillOperands.padding(
             dp * key.rows, no_slot=no_slot, table_len=key.table_len, length=key.length
         )
-        sampling = [_IDLE] * key.rows
+        sampling = [IDLE_ROW] * key.rows
         for row, probe, offset, ids in chunks:
             sampling[row] = self._placement.probes[probe].sampling
             for replica in range(dp):

@@ -20,7 +20,7 @@ from detjax.engine.self_check.probes import Placement, Probe
 from detjax.engine.self_check.rows import Group, RowMaker, make_groups, scratch_slots
 from detjax.models.loading import LoadedModel
 
-Run = Callable[..., tuple[Slots, Any]]
+RunsProgram = Callable[..., tuple[Slots, Any]]
 """`run(key, slots, sampling, *host, choice=...) -> (slots, result)`: a launch beside those of
 sequences, with a choice program behind it or None."""
 Checksums = Callable[[np.ndarray], list[jax.Array]]
@@ -39,7 +39,7 @@ class CheckContext:
         idle: int32 [dp, m], pages that nobody holds, alike in number on each replica.
     """
 
-    run: Run
+    run: RunsProgram
     checksums: Checksums
     idle: np.ndarray
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import tensor_specs
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.weights.files import open_tensors
-from detjax.numerics import NO_CAST
 
 SOURCE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 CASTS = (NO_CAST, "bfloat16")

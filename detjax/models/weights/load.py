@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
@@ -22,11 +23,14 @@ from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.packed import place_packed, stays_packed
 from detjax.models.weights.place import ExpertRows, place_tensor
-from detjax.numerics import NO_CAST
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 
 Progress = Callable[[str, int, int], None]
-"""Called with what was just done, bytes done, and bytes in all."""
+"""Called with what was just done, bytes done, and bytes in all.
+
+WHY: not that of `detjax.progress`, which imports rich: programs whose code leads there are not
+kept on disk.
+"""
 
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
 HEAD_NAME = "lm_head.weight"

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
 from detjax.models.identity import SAVED_WEIGHTS_FILE, folder_hash
 from detjax.models.params import (
@@ -26,7 +27,6 @@ from detjax.models.params import (
 from detjax.models.weights.assemble import assemble, dismantle
 from detjax.models.weights.dtypes import check_dtype
 from detjax.models.weights.files import CHECKPOINT_ARRAYS
-from detjax.numerics import NO_CAST
 from detjax.parallel.mesh import TP_AXIS
 
 CHECKPOINT_FORMAT = 2

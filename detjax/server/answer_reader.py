@@ -56,8 +56,8 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """In which form a model writes.
+class AnswerSyntax:
+    """In which syntax a model writes what it thinks, says and calls.
 
     Attributes:
         tools: Functions that it may call.
@@ -93,15 +93,15 @@ class Form:
         prompt: str,
         is_forced: bool,
         is_single: bool = False,
-    ) -> "Form":
-        """The form of a template.
+    ) -> "AnswerSyntax":
+        """The syntax of a template.
 
         Args:
             template: Of the conversation.
             tools: As OpenAI's API has them; none where calls are not wanted.
             prompt: The end of it.
-            is_forced: As the form has it.
-            is_single: As the form has it.
+            is_forced: As the class has it.
+            is_single: As the class has it.
         """
         has_tags = CALL in template and not is_forced
         is_json = CALLS in template or "python_tag" in template or "ipython" in template
@@ -166,12 +166,12 @@ class AnswerReader:
     space around reasoning and calls belongs to none of them.
     """
 
-    def __init__(self, form: Form):
+    def __init__(self, syntax: AnswerSyntax):
         """Nothing is read yet."""
-        self._form = form
+        self._syntax = syntax
         self._held = ""
-        self._state = self._reasoning if form.begins_thinking else self._begin
-        self._trims = form.begins_thinking  # white space that comes next belongs to nothing
+        self._state = self._reasoning if syntax.begins_thinking else self._begin
+        self._trims = syntax.begins_thinking  # white space that comes next belongs to nothing
         self._is_over = False
         self._num_calls = 0
         self._is_told = True  # the call that is being read; others than the first may not be
@@ -196,15 +196,15 @@ class AnswerReader:
     def _begin(self) -> Said:
         """What kind of answer it is."""
         text = self._held.lstrip()
-        if self._form.thinks and text.startswith(THINK):
+        if self._syntax.thinks and text.startswith(THINK):
             self._held, self._trims = text.removeprefix(THINK), True
             self._state = self._reasoning
-        elif not self._is_over and (not text or self._form.thinks and THINK.startswith(text)):
+        elif not self._is_over and (not text or self._syntax.thinks and THINK.startswith(text)):
             pass
-        elif self._form.is_forced:
+        elif self._syntax.is_forced:
             self._state = self._forced
         else:
-            self._state = self._whole if self._form.is_json else self._content
+            self._state = self._whole if self._syntax.is_json else self._content
         return Said()
 
     def _forced(self) -> Said:
@@ -221,7 +221,7 @@ class AnswerReader:
         if found is None or CALL_END in found[0]:
             return None
         name = _decoded(found[1])
-        if name is None or not (self._form.is_forced or name in self._form.tools):
+        if name is None or not (self._syntax.is_forced or name in self._syntax.tools):
             return None
         self._held, self._scan, self._state = text[found.end() :], _Scan(), self._arguments
         return self._told((ToolCall(name, ""),))
@@ -229,7 +229,7 @@ class AnswerReader:
     def _arguments(self) -> Said:
         """Its arguments, as they are written."""
         text, is_ended = self._held, False
-        if self._form.has_tags:
+        if self._syntax.has_tags:
             text, is_ended = self._before(CALL_END)
         count = self._scan.take(text)
         written, self._held = text[:count], self._held[count:]
@@ -239,7 +239,7 @@ class AnswerReader:
 
     def _call_end(self) -> Said:
         """The rest of a call, behind its arguments: other keys, which say nothing, and its end."""
-        if self._form.has_tags:
+        if self._syntax.has_tags:
             rest, end, after = self._held.partition(CALL_END)
             is_whole = bool(end)
         else:
@@ -248,7 +248,7 @@ class AnswerReader:
             rest, after = self._held[:count], self._held[count:] if is_whole else ""
         if not is_whole and not self._is_over:
             return Said()
-        is_last = self._form.has_tags or self._form.is_forced
+        is_last = self._syntax.has_tags or self._syntax.is_forced
         self._held, self._trims = after, True
         self._state = self._content if is_last else self._next_call
         return Said(content=self._trimmed(_less_call(rest)))
@@ -282,11 +282,11 @@ class AnswerReader:
         """What follows the reasoning."""
         self._held = self._held.lstrip()
         if self._held or self._is_over:
-            self._state = self._whole if self._form.is_json else self._content
+            self._state = self._whole if self._syntax.is_json else self._content
         return Said()
 
     def _content(self) -> Said:
-        if not self._form.has_tags:
+        if not self._syntax.has_tags:
             text, self._held = self._held, ""
             return Said(content=self._trimmed(text))
         text, is_ended = self._until(CALL)
@@ -322,7 +322,7 @@ class AnswerReader:
         return Said()
 
     def _told(self, calls: tuple[ToolCall, ...]) -> Said:
-        if self._form.is_single:
+        if self._syntax.is_single:
             calls = calls[: max(0, 1 - self._num_calls)]
         self._num_calls += len(calls)
         self._is_told = bool(calls)
@@ -364,7 +364,7 @@ class AnswerReader:
         calls = []
         for call in found:
             name = call.get("name") if isinstance(call, dict) else None
-            if not isinstance(name, str) or name not in self._form.tools:
+            if not isinstance(name, str) or name not in self._syntax.tools:
                 return ()
             arguments = call.get("arguments", call.get("parameters", {}))
             if not isinstance(arguments, dict):
@@ -440,7 +440,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def read(form: Form, text: str) -> Said:
+def read(syntax: AnswerSyntax, text: str) -> Said:
     """All that an answer says."""
-    reader = AnswerReader(form)
+    reader = AnswerReader(syntax)
     return reader.push(text).then(reader.finish())

@@ -10,7 +10,7 @@ from typing import Any
 
 from detjax.cli.arguments import GenerateArgs, about_form, sampling_params
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.prompts import Prompt
+from detjax.cli.prompts import PromptEntry
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import draw_seed
@@ -25,18 +25,16 @@ MAX_COMPLETIONS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class PromptBatch:
     """What to compute, apart from how.
 
     Attributes:
         requests: One for each prompt, in order.
-        end_ids: The model's own end tokens.
         work: How much it is.
         extras: What completions of each prompt are written with.
     """
 
     requests: tuple[Request, ...]
-    end_ids: tuple[int, ...]
     work: Workload
     extras: tuple[Mapping[str, Any], ...]
 
@@ -48,7 +46,7 @@ class Job:
         )
 
 
-def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs, bool]:
+def seeded(args: GenerateArgs, prompts: Sequence[PromptEntry]) -> tuple[GenerateArgs, bool]:
     """Return the options with a seed, and whether it was drawn: where tokens are sampled by none.
 
     Raises:
@@ -70,9 +68,9 @@ def seeded(args: GenerateArgs, prompts: Sequence[Prompt]) -> tuple[GenerateArgs,
     return dataclasses.replace(args, seed=draw_seed() if is_drawn else 0), is_drawn
 
 
-def make_job(
-    args: GenerateArgs, prompts: Sequence[Prompt], tokenizer: Tokenizer, config: ModelConfig
-) -> Job:
+def make_prompt_batch(
+    args: GenerateArgs, prompts: Sequence[PromptEntry], tokenizer: Tokenizer, config: ModelConfig
+) -> PromptBatch:
     """Turn prompts into requests that fit the model.
 
     Raises:
@@ -106,9 +104,8 @@ def make_job(
     _check_forms(requests, tokenizer, config, of_command=of_command.structured_output)
     _check_number(sum(request.sampling.num_sequences for request in requests))
     _check_pages(args, prompts, requests)
-    return Job(
+    return PromptBatch(
         requests=tuple(requests),
-        end_ids=config.eos_token_ids,
         work=Workload.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
     )
@@ -135,7 +132,7 @@ def _check_forms(
             grammars.check(form)
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
+def _encode(prompt: PromptEntry, tokenizer: Tokenizer, *, has_control: bool) -> list[int]:
     if prompt.token_ids:
         return list(prompt.token_ids)
     if prompt.messages:
@@ -154,7 +151,7 @@ def _check_number(num_completions: int) -> None:
 
 
 def _check_pages(
-    args: GenerateArgs, prompts: Sequence[Prompt], requests: Sequence[Request]
+    args: GenerateArgs, prompts: Sequence[PromptEntry], requests: Sequence[Request]
 ) -> None:
     """Refuse a completion that may not fit in the pages of one replica."""
     if not args.num_pages:

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detjax.server.reading import AnswerReader, Form, Said, ToolCall, call_schema, read
+from detjax.server.answer_reader import (
+    AnswerReader,
+    AnswerSyntax,
+    Said,
+    ToolCall,
+    call_schema,
+    read,
+)
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -20,8 +27,8 @@ ADD, NOW = ToolCall("add", '{"a": 1}'), ToolCall("now", "{}")
 ADD_JSON, NOW_JSON = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'
 
 
-def form(template: str, *, tools=TOOLS, prompt: str = "", **options: bool) -> Form:
-    return Form.of(template, tools, prompt=prompt, **{"is_forced": False} | options)
+def form(template: str, *, tools=TOOLS, prompt: str = "", **options: bool) -> AnswerSyntax:
+    return AnswerSyntax.of(template, tools, prompt=prompt, **{"is_forced": False} | options)
 
 
 CASES = [

@@ -26,7 +26,7 @@ FORM_BYTES = 2**25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tools:
+class TextTools:
     """What work needs: a tokenizer, and what compiles forms for its model, of so many tokens."""
 
     tokenizer: Tokenizer
@@ -34,7 +34,7 @@ class Tools:
     vocab_size: int
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> "Tools":
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> "TextTools":
         """The tools of a model; nothing is compiled yet."""
         read = tokenizer.backend.to_str
         grammars = Grammars(read, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -42,10 +42,10 @@ class Tools:
 
 
 @runtime_checkable
-class Work(Protocol):
+class TextTask(Protocol):
     """Something to do. It goes to a worker by pickle, and comes back as MessagePack has it."""
 
-    def run(self, tools: Tools) -> Any:
+    def run(self, tools: TextTools) -> Any:
         """Do it.
 
         Raises:
@@ -61,7 +61,7 @@ class Encode:
     texts: Sequence[str]
     is_raw: bool = False
 
-    def run(self, tools: Tools) -> list[list[int]]:
+    def run(self, tools: TextTools) -> list[list[int]]:
         """The ids of each."""
         encode = tools.tokenizer.encode_raw if self.is_raw else tools.tokenizer.encode
         return [encode(text) for text in self.texts]
@@ -74,7 +74,7 @@ class Template:
     messages: Sequence[dict[str, Any]]
     variables: dict[str, Any]
 
-    def run(self, tools: Tools) -> list[int]:
+    def run(self, tools: TextTools) -> list[int]:
         """The ids."""
         return tools.tokenizer.apply_chat_template(self.messages, variables=self.variables)
 
@@ -85,7 +85,7 @@ class Decode:
 
     prompts: Sequence[Sequence[int]]
 
-    def run(self, tools: Tools) -> list[str]:
+    def run(self, tools: TextTools) -> list[str]:
         """The text of each."""
         for ids in self.prompts:
             check_vocabulary(ids, "the text", tools.vocab_size)
@@ -93,12 +93,12 @@ class Decode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Name:
+class TokenTexts:
     """Token ids to what the vocabulary calls them."""
 
     token_ids: Sequence[int]
 
-    def run(self, tools: Tools) -> list[str | None]:
+    def run(self, tools: TextTools) -> list[str | None]:
         """The name of each; None of an id that the tokenizer does not have."""
         return [tools.tokenizer.backend.id_to_token(i) for i in self.token_ids]
 
@@ -109,7 +109,7 @@ class Judge:
 
     form: StructuredOutput
 
-    def run(self, tools: Tools) -> None:
+    def run(self, tools: TextTools) -> None:
         """Refuse a form that is not valid, or that costs too much."""
         what, before = f"structured_output={self.form.kind}", _resident_bytes()
         guide, ids = tools.grammars.guide(self.form), []

@@ -14,18 +14,13 @@ from starlette.requests import Request
 
 from detjax.engine.requests.sampling_params import last_tokens
 from detjax.models.tokenizer import LOOKED_AT
+from detjax.server.answer_reader import AnswerSyntax
 from detjax.server.answers import Shape
-from detjax.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    RefusedError,
-    SamplingFields,
-    TokenIds,
-    parse,
-    sampling_params,
-)
-from detjax.server.reading import Form
+from detjax.server.chat_request import ChatRequest
+from detjax.server.errors import RefusedError
+from detjax.server.protocol import CompletionRequest, SamplingFields, TokenIds, sampling_params
 from detjax.server.receipts import check_receipt
+from detjax.server.records import parse
 from detjax.server.service import Service
 
 LOG = logging.getLogger("detjax.server")
@@ -41,7 +36,7 @@ MAX_LISTED = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class EnginePrompt:
     """One prompt of a request, ready for the engine, and the text that an answer begins with."""
 
     token_ids: tuple[int, ...]
@@ -49,10 +44,10 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PreparedRequest:
     """A request, ready for the engine."""
 
-    questions: Sequence[Question]
+    engine_prompts: Sequence[EnginePrompt]
     shape: Shape
     fields: SamplingFields
 
@@ -65,18 +60,18 @@ class Asked:
     @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts."""
-        return sum(len(question.token_ids) for question in self.questions)
+        return sum(len(prompt.token_ids) for prompt in self.engine_prompts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class ParsedRequest:
     """A request that was parsed, and how the rest of it is read: its text becomes tokens."""
 
     fields: SamplingFields
-    run: Callable[[], Awaitable[Asked]]
+    run: Callable[[], Awaitable[PreparedRequest]]
 
 
-class Reader:
+class RequestReader:
     """Reads requests for one service."""
 
     def __init__(self, service: Service):
@@ -137,11 +132,11 @@ class Reader:
                 field="model",
             )
 
-    def completion(self, asked: CompletionRequest, request_id: str) -> Reading:
+    def completion(self, asked: CompletionRequest, request_id: str) -> ParsedRequest:
         """A request of /v1/completions."""
-        return Reading(fields=asked, run=lambda: self._completion(asked, request_id))
+        return ParsedRequest(fields=asked, run=lambda: self._completion(asked, request_id))
 
-    async def _completion(self, asked: CompletionRequest, request_id: str) -> Asked:
+    async def _completion(self, asked: CompletionRequest, request_id: str) -> PreparedRequest:
         self.check_model(asked.model)
         asked.check()
         prompts = asked.prompts(self._service.model.max_len)
@@ -155,8 +150,8 @@ class Reader:
         )
         self._check_work(len(prompts), shape)
         shape = dataclasses.replace(shape, warnings=self._warnings(prompts, asked))
-        questions = await self._questions(prompts, asked)
-        return Asked(questions=questions, shape=shape, fields=asked)
+        engine_prompts = await self._engine_prompts(prompts, asked)
+        return PreparedRequest(engine_prompts=engine_prompts, shape=shape, fields=asked)
 
     def _warnings(
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
@@ -180,9 +175,9 @@ class Reader:
             LOG.warning("%s (said once, and in each such answer)", warning)
         return (warning,)
 
-    async def _questions(
+    async def _engine_prompts(
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
-    ) -> list[Question]:
+    ) -> list[EnginePrompt]:
         """The prompts as tokens, checked; those that are texts are read together."""
         given = iter([self._taken(p, asked) for p in prompts if not isinstance(p, str)])
         encoded = await self.encode(
@@ -192,7 +187,7 @@ class Reader:
         of_text = iter([self._taken(ids, asked) for ids in encoded])
         taken = [next(of_text if isinstance(prompt, str) else given) for prompt in prompts]
         if not asked.echo:
-            return [Question(token_ids=ids) for ids in taken]
+            return [EnginePrompt(token_ids=ids) for ids in taken]
         is_whole = asked.truncate_prompt_tokens is None
         echoes: list[str | None] = [
             prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts
@@ -200,7 +195,7 @@ class Reader:
         unread = [ids for ids, echo in zip(taken, echoes, strict=True) if echo is None]
         texts = iter(await self._service.texts.decode(unread))
         return [
-            Question(token_ids=ids, echo=next(texts) if echo is None else echo)
+            EnginePrompt(token_ids=ids, echo=next(texts) if echo is None else echo)
             for ids, echo in zip(taken, echoes, strict=True)
         ]
 
@@ -239,11 +234,11 @@ class Reader:
             )
         self._service.check_queue(num_prompts, sampling, is_deterministic=shape.is_deterministic)
 
-    def chat(self, asked: ChatRequest, request_id: str) -> Reading:
+    def chat(self, asked: ChatRequest, request_id: str) -> ParsedRequest:
         """A request of /v1/chat/completions."""
-        return Reading(fields=asked, run=lambda: self._chat(asked, request_id))
+        return ParsedRequest(fields=asked, run=lambda: self._chat(asked, request_id))
 
-    async def _chat(self, asked: ChatRequest, request_id: str) -> Asked:
+    async def _chat(self, asked: ChatRequest, request_id: str) -> PreparedRequest:
         self.check_model(asked.model)
         asked.check()
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -263,11 +258,13 @@ class Reader:
         except RefusedError as error:
             error.field = "messages" if error.field == "prompt" else error.field
             raise
-        shape = dataclasses.replace(shape, form=self._form_of(asked, ids))
-        return Asked(questions=[Question(token_ids=ids)], shape=shape, fields=asked)
+        shape = dataclasses.replace(shape, syntax=self._syntax_of(asked, ids))
+        return PreparedRequest(
+            engine_prompts=[EnginePrompt(token_ids=ids)], shape=shape, fields=asked
+        )
 
-    def _form_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> Form | None:
-        """In which form the model writes an answer; None where it is text alone."""
+    def _syntax_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> AnswerSyntax | None:
+        """In which syntax the model writes an answer; None where it is text alone."""
         form, outputs = asked.response_format, asked.structured_outputs
         # WHY: JSON is an answer from its first character. Other forms may have tags in them.
         if outputs is not None and (outputs.json is not None or outputs.json_object):
@@ -277,14 +274,14 @@ class Reader:
         tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
         tools = [] if asked.tool_choice == "none" else forced or asked.tools or []
         has_own = bool(tools) and tokenizer.tool_template is not None
-        form = Form.of(
+        syntax = AnswerSyntax.of(
             (tokenizer.tool_template if has_own else tokenizer.chat_template) or "",
             tools,
             prompt=tokenizer.decode(prompt_ids[-_TAIL:]),
             is_forced=bool(forced),
             is_single=asked.parallel_tool_calls is False,
         )
-        return None if form.is_plain else form
+        return None if syntax.is_plain else syntax
 
     def _shape(
         self,

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a `config.json`, each of its type and in its range."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LARGEST: Mapping[str, int] = {
+    "head_dim": 2**13,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "max_position_embeddings": 2**60,
+    "moe_intermediate_size": 2**24,
+    "num_attention_heads": 2**14,
+    "num_experts": 2**16,
+    "num_hidden_layers": 2**13,
+    "num_key_value_heads": 2**14,
+    "num_local_experts": 2**16,
+    "original_max_position_embeddings": 2**60,
+    "sliding_window": 2**30,
+    "vocab_size": 2**28,
+}
+"""Sizes above these are a mistake, and would take memory or minutes before weights are read."""
+
+LARGEST_NUMBER = 1e300
+
+
+def int_of(values: Mapping[str, Any], key: str, *, minimum: int = 1) -> int:
+    """A whole number, at least `minimum` and at most what `LARGEST` has."""
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{key}={value!r:.80} must be an integer of at least {minimum}")
+    if value > LARGEST.get(key, value):
+        raise ValueError(f"{key}={value} must be at most {LARGEST[key]}; correct the file")
+    return value
+
+
+def number_of(values: Mapping[str, Any], key: str, *, minimum: float | None = None) -> float:
+    """A finite number above 0, or from `minimum` on."""
+    value = values[key]
+    bound = "above 0" if minimum is None else f"of at least {minimum}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (
+        is_number
+        and value < LARGEST_NUMBER
+        and (value > 0 if minimum is None else value >= minimum)
+    ):
+        raise ValueError(f"{key}={value!r:.80} must be a finite number {bound}")
+    return float(value)
+
+
+def flag_of(values: Mapping[str, Any], key: str) -> bool:
+    """True or false."""
+    value = values[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be true or false")
+    return value

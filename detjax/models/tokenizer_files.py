@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer files of a Hugging Face folder, read and checked."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import tokenizers.models
+import tokenizers.processors
+
+from detjax.models.chat_template import check_template
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+MAX_FILE_BYTES = 2**28
+"""Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
+
+MAX_GROWTH = 16
+"""How many times as long replacements and templates may make a text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteRules:
+    """How a token's text becomes bytes: the decoder of a tokenizer.json, token by token.
+
+    Attributes:
+        is_byte_level: Each character stands for one byte, as in GPT-2 (Llama 3, Qwen).
+        replacements: (old, new) in each token, in order: "▁" to " " (Llama 2, Mistral).
+        has_byte_fallback: The token `<0xE4>` is the byte 0xE4.
+        strips_first_space: A text that begins with a space is shown without it.
+    """
+
+    is_byte_level: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    has_byte_fallback: bool = False
+    strips_first_space: bool = False
+
+    def token_bytes(self, token: str) -> bytes:
+        """Return the bytes that `token` adds to a text; they need not be whole characters."""
+        if self.is_byte_level:
+            byte_of = _byte_of_character()
+            if all(character in byte_of for character in token):
+                return bytes(byte_of[character] for character in token)
+            return token.encode()  # as the library does
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
+            try:
+                return bytes.fromhex(token[3:5])
+            except ValueError:
+                return token.encode()
+        return token.encode()
+
+
+def read_eos_id(folder: Path) -> int | None:
+    """Return the end token that a folder's tokenizer_config.json names.
+
+    The same as `Tokenizer.from_folder(folder).eos_id`, without making a tokenizer, so that whoever
+    asks with token ids can have it, too. None where there is no tokenizer or it names none.
+
+    Raises:
+        ValueError: If a file is broken, or the tokenizer does not have the token.
+    """
+    path = folder / CONFIG_FILE
+    config = read_config(path)
+    if not config.get("eos_token") or not (folder / TOKENIZER_FILE).is_file():
+        return None
+    try:
+        text = token_text(config["eos_token"])
+        for token_id, token in config.get("added_tokens_decoder", {}).items():
+            if token_text(token) == text:
+                return int(token_id)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is malformed ({error!r:.200}); copy the file again") from error
+    return token_id_of(read_backend(folder / TOKENIZER_FILE), text, folder)
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json, without its padding and truncation.
+
+    Raises:
+        ValueError: If it is missing, broken or too large, or makes a text far longer.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; a folder with another kind of tokenizer is converted by "
+            f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
+            f".save_pretrained({str(path.parent)!r})"
+        )
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, more than any tokenizer")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"{path} is not a tokenizer.json that tokenizers {tokenizers.__version__} can read: "
+            f"{error}; copy the file again"
+        ) from error
+    backend.no_padding()
+    backend.no_truncation()
+    for part in (backend.normalizer, backend.decoder, backend.post_processor):
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"{path} makes a text {growth} times as long ({type(part).__name__}), more than "
+                f"the {MAX_GROWTH} times that are allowed; it is no tokenizer of a language model"
+            )
+    return backend
+
+
+def _growth(step: Any) -> int:
+    """How many times as long a part of a tokenizer.json may make a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    texts = [step[key] for key in ("content", "prepend") if isinstance(step.get(key), str)]
+    pieces = [step[key] for key in ("single", "pair") if isinstance(step.get(key), list)]
+    nested = [step[key] for key in ("normalizers", "decoders", "processors") if key in step]
+    return math.prod([*(max(1, len(x)) for x in texts), *map(_growth, nested)]) * max(
+        [1, *map(len, pieces)]
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a tokenizer_config.json; empty where there is none.
+
+    Raises:
+        ValueError: If it is no JSON object, or too large.
+    """
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
+    return config
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by name; one without a name is "default"."""
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return {"default": read_template_file(path)}
+    found = config.get("chat_template")
+    if found is None:
+        return {}
+    if isinstance(found, list):  # several, each {"name": ..., "template": ...}
+        templates = {entry["name"]: entry["template"] for entry in found}
+    else:
+        templates = {"default": found}
+    for template in templates.values():
+        _check_template(folder / CONFIG_FILE, template)
+    return templates
+
+
+def read_template_file(path: Path) -> str:
+    """Return the chat template of a file.
+
+    Raises:
+        ValueError: If it cannot be read, or is no template.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        template = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}; copy the file again") from error
+    _check_template(path, template)
+    return template
+
+
+def _check_template(where: Path, template: Any) -> None:
+    if not isinstance(template, str):
+        raise ValueError(f"{where}: the chat template must be text, not {template!r:.80}")
+    try:
+        check_template(template)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def check_added_tokens(config: Mapping[str, Any], added: Mapping[int, str], folder: Path) -> None:
+    """Refuse a config with tokens that tokenizer.json lacks: they would be cut into pieces."""
+    for key, token in config.get("added_tokens_decoder", {}).items():
+        text = token_text(token)
+        if added.get(int(key)) != text:
+            raise ValueError(
+                f"{folder / CONFIG_FILE} has token {key} as {text!r}, but {TOKENIZER_FILE} has "
+                f"{added.get(int(key))!r}; the files are of two tokenizers, copy both again"
+            )
+
+
+def token_text(token: Any) -> str:
+    """Read a token as a config writes it: its text, or an object with its `content`."""
+    text = token["content"] if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"{CONFIG_FILE}: {token!r} is not a token")
+    return text
+
+
+def token_texts(tokens: Any) -> list[str]:
+    """Read a list of tokens, or an object of named ones."""
+    return [token_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
+
+
+def token_id_of(backend: tokenizers.Tokenizer, text: str, folder: Path) -> int:
+    """The id of a token that a folder's config names.
+
+    Raises:
+        ValueError: If the tokenizer has no such token.
+    """
+    token_id = backend.token_to_id(text)
+    if token_id is None:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} names the token {text!r}, which {TOKENIZER_FILE} does not "
+            "have; the files are of two tokenizers, copy both again"
+        )
+    return token_id
+
+
+def unk_id_of(backend: tokenizers.Tokenizer) -> int | None:
+    """What the model of a tokenizer.json gives for a text that it has no token for."""
+    model = backend.model
+    if isinstance(model, tokenizers.models.Unigram):
+        return json.loads(model.__getstate__())["unk_id"]
+    return None if model.unk_token is None else backend.token_to_id(model.unk_token)
+
+
+def set_post_processor(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, str],
+    ids: Mapping[str, int],
+) -> None:
+    """Let `add_bos_token` and `add_eos_token` decide where a config has them."""
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return  # the tokenizer.json says it
+    first = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
+    last = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=None,
+        special_tokens=[(text, ids[text]) for text in dict.fromkeys([*first, *last])],
+    )
+
+
+def byte_rules_of(backend: tokenizers.Tokenizer, path: Path) -> ByteRules:
+    """Read the decoder of a tokenizer.json.
+
+    Raises:
+        ValueError: If it has a step that is not known, which would show another text.
+    """
+    if backend.decoder is None:
+        raise ValueError(f"{path} has no decoder; Llama, Mistral and Qwen tokenizers have one")
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        return ByteRules(is_byte_level=True)
+    is_known = all(map(_is_known_step, steps))
+    if not is_known or kinds != sorted(kinds, key=_STEP_ORDER.index):
+        raise ValueError(
+            f"{path}: the decoder {json.dumps(decoder, ensure_ascii=False)} is not known; known "
+            "are ByteLevel, and Replace, ByteFallback, Fuse, Strip of one first space in this order"
+        )
+    return ByteRules(
+        replacements=tuple(
+            (step["pattern"]["String"], step["content"])
+            for step in steps
+            if step["type"] == "Replace"
+        ),
+        has_byte_fallback="ByteFallback" in kinds,
+        strips_first_space="Strip" in kinds,
+    )
+
+
+_STEP_ORDER = ("Replace", "ByteFallback", "Fuse", "Strip")
+
+
+def _is_known_step(step: Mapping[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"]
+    if step["type"] == "Strip":
+        return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
+    return step["type"] in _STEP_ORDER
+
+
+@functools.cache
+def _byte_of_character() -> Mapping[str, int]:
+    """GPT-2's table: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}
