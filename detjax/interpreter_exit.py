@@ -6,7 +6,7 @@ stack (Python 3.12 and 3.13). Functions of jaxlib and of tokenizers may not be u
 then ends by SIGABRT, whatever its exit status was to be.
 """
 
-import concurrent.futures.thread  # noqa: F401, first: see `_GATE`
+import concurrent.futures.thread  # noqa: F401, first: see below
 import contextlib
 import functools
 import os
@@ -102,15 +102,27 @@ class ExitGate:
         self._changed, self._inside = threading.Condition(), set()
 
 
-_GATE = ExitGate()
+@functools.cache  # WHY: not a constant of this module: those count in the names of kept programs
+def _gate() -> ExitGate:
+    """The gate of this process."""
+    return ExitGate()
+
+
 # WHY: `atexit` comes too late. Python closes all executors before, so that a call under way would
 # fail with an error about futures. `concurrent.futures.thread` registers that by the same function,
 # and what is registered last is called first.
-threading._register_atexit(_GATE.close)  # pyright: ignore[reportAttributeAccessIssue]
-os.register_at_fork(after_in_child=_GATE.forget_threads)
+threading._register_atexit(_gate().close)  # pyright: ignore[reportAttributeAccessIssue]
+os.register_at_fork(after_in_child=_gate().forget_threads)
 
-working = _GATE.working
-refuse_at_exit = _GATE.refuse_if_closed
+
+def working() -> contextlib.AbstractContextManager[None]:
+    """`ExitGate.working` of this process."""
+    return _gate().working()
+
+
+def refuse_at_exit() -> None:
+    """`ExitGate.refuse_if_closed` of this process."""
+    _gate().refuse_if_closed()
 
 
 def finishes_before_exit[**P, R](function: Callable[P, R]) -> Callable[P, R]:
