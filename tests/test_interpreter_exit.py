@@ -145,7 +145,9 @@ def _names_the_error(errors: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("how", "is_told"), [("daemon", _is_silent), ("joined", _names_the_error)], ids=str
+    ("how", "is_told"),
+    [("daemon", _is_silent), ("joined", _names_the_error)],
+    ids=["daemon", "joined"],
 )
 def test_a_call_under_way_ends_with_its_executors_open(how: str, is_told: Callable[[str], bool]):
     run = ended(how)
