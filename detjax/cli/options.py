@@ -205,7 +205,7 @@ QUANTIZED_WEIGHTS = Option(
     default="auto",
     choices=("auto", "packed", "expanded"),
     help="how the matrices of a quantised model lie on the devices: packed, as codes of 4 or 8 "
-    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. It changes no bit",
+    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs with --tp 1. It changes no bit",
 )
 BACKEND = Option(
     name="backend",

@@ -39,6 +39,7 @@ from detjax.models.weights.saved import (
 )
 from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.distributed import connect_devices
 from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
 from detjax.parallel.mesh import TP_AXIS
@@ -408,8 +409,8 @@ def load_model(
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
-            codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them where the
-            backend's kernels read codes. Changes no bit.
+            codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on one Hopper
+            GPU a replica. Changes no bit.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
@@ -424,7 +425,9 @@ def load_model(
     is_saved, scheme = has_saved_params(folder), read_quantization(folder)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
-    keeps_packed = _keeps_packed(quantized_weights, scheme is not None, profile, backend)
+    keeps_packed = _keeps_packed(
+        quantized_weights, scheme is not None, profile, backend, tp=mesh.shape[TP_AXIS]
+    )
     if is_saved:
         weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
     else:
@@ -459,7 +462,7 @@ def load_model(
 
 
 def _keeps_packed(
-    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend
+    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend, *, tp: int
 ) -> bool:
     """Whether matrices stay quantised on the devices.
 
@@ -469,8 +472,9 @@ def _keeps_packed(
     if mode not in MODES:
         raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
+    reads_codes = KERNELS[backend].reads_codes
     if mode != "packed":
-        return mode == "auto" and is_quantized and is_bfloat16 and backend is Backend.SM90
+        return mode == "auto" and is_quantized and is_bfloat16 and reads_codes and tp == 1
     if not is_quantized:
         raise ValueError(
             "quantized_weights='packed' needs a quantised model, and this one is not; leave it out"
@@ -479,6 +483,11 @@ def _keeps_packed(
         raise ValueError(
             f"quantized_weights='packed' does not go with {profile.param_dtype.name} weights; "
             "use 'expanded', or dtype bfloat16"
+        )
+    if reads_codes and tp > 1:
+        raise ValueError(
+            f"quantized_weights='packed' with {tp=} has not been run on several GPUs; use "
+            "'expanded', or tp=1"
         )
     return True
 

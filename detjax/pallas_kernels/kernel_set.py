@@ -23,11 +23,14 @@ class KernelSet(Protocol):
             that was measured is quicker.
         steps_beat_xla: Whether its steps are quicker with full weights than those without claims,
             so that such drafts gain nothing.
+        reads_codes: Whether its products read quantised weights as they lie, on one device a
+            replica; others expand them for each product.
     """
 
     takes_every_model: bool
     attention_beats_xla: bool
     steps_beat_xla: bool
+    reads_codes: bool
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

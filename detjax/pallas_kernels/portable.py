@@ -45,6 +45,7 @@ from detjax.pallas_kernels.swiglu.portable import swiglu as swiglu
 takes_every_model = True
 attention_beats_xla = False
 steps_beat_xla = False
+reads_codes = False
 
 
 def why_not_here() -> str | None:

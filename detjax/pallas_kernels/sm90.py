@@ -48,6 +48,7 @@ from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
+reads_codes = True
 
 
 def why_not_here() -> str | None:

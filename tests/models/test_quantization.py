@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from detjax import models, quantize
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models import loading
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix
@@ -348,6 +349,29 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
         folder = tmp_path / "q"
     with pytest.raises(ValueError, match=message):
         opened(folder, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "tp", "is_packed"),
+    [
+        ("auto", Backend.SM90, 1, True), ("auto", Backend.SM90, 2, False),
+        ("auto", Backend.PORTABLE, 1, False), ("expanded", Backend.SM90, 1, False),
+        ("packed", Backend.SM90, 1, True), ("packed", Backend.PORTABLE, 2, True),
+    ],
+)  # fmt: skip
+def test_where_weights_stay_packed(mode, backend, tp, is_packed):
+    assert loading._keeps_packed(mode, True, NumericsProfile(), backend, tp=tp) == is_packed
+    wide = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
+    if mode == "packed":
+        with pytest.raises(ValueError, match="does not go with float32 weights"):
+            loading._keeps_packed(mode, True, wide, backend, tp=tp)
+    else:
+        assert not loading._keeps_packed(mode, True, wide, backend, tp=tp)
+
+
+def test_packed_weights_on_several_gpus_are_refused():
+    with pytest.raises(ValueError, match="tp=2 has not been run on several GPUs"):
+        loading._keeps_packed("packed", True, NumericsProfile(), Backend.SM90, tp=2)
 
 
 @pytest.mark.parametrize("name", CASES)
