@@ -202,11 +202,10 @@ def _narrow(w: Activation[Array, "O I"], name: str) -> dict[str, jax.Array]:
 
 def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array, "M O"]:
     """`x @ w.T` with float32 sums; 8-bit weights are widened to the dtype of `x` on the way."""
-    w = expanded(w)
     if isinstance(w, dict):
         out = jnp.dot(x, w["q"].astype(x.dtype).T, preferred_element_type=jnp.float32)
         return (out * w["scale"][None]).astype(out_dtype)
-    out = jnp.dot(x, w.astype(x.dtype).T, preferred_element_type=jnp.float32)
+    out = jnp.dot(x, expanded(w).astype(x.dtype).T, preferred_element_type=jnp.float32)
     return out.astype(out_dtype)
 
 
