@@ -20,20 +20,21 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models import loading
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.params import ParamSpec, RowRun, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix
 from detjax.models.quantization.rounding import to_bfloat16, to_float8
 from detjax.models.quantization.scheme import parse_quantization
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
-from detjax.models.weights.packed import has_packed
+from detjax.models.weights.packed import has_packed, stays_packed
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.quantized import CodeType
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
-from detjax.testing.dummies import answers
+from detjax.testing.dummies import answers, dummy_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BUNDLED = Path(models.__file__).parent / "bundled" / "novels-6m"
@@ -367,6 +368,22 @@ def test_where_weights_stay_packed(mode, backend, tp, is_packed):
             loading._keeps_packed(mode, True, wide, backend, tp=tp)
     else:
         assert not loading._keeps_packed(mode, True, wide, backend, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [("int4_group128_zero", True), ("int8_channel", True), ("int8_packed_group_zero", False)],
+)
+def test_int8_with_zero_points_is_expanded(tmp_path, name, is_packed):
+    parts, _, config = case_of(name, tmp_path)
+    rows = expanded(tmp_path, parts, config)["layer.weight"].rows
+    spec = dataclasses.replace(
+        tensor_specs(dummy_config(), tp=1, vocab_block=1)["layers"][0]["o"],
+        shape=(64, 256), runs=(RowRun(start=0, source=0, num_rows=64),),
+    )  # fmt: skip
+    stored = StoredTensor(file=tmp_path, rows=rows, shape=rows.shape, dtype="BF16")
+    param = ParamSpec(tensors=(spec,), shape=spec.shape, partition=spec.partition)
+    assert stays_packed(param, {spec.hf_name: stored}, 1) == is_packed
 
 
 def test_packed_weights_on_several_gpus_are_refused():

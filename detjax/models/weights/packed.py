@@ -19,6 +19,7 @@ from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     SCALE_LIMITS,
     WORDS_PER_LINE,
+    CodeType,
     QuantizedMatrix,
     can_pack,
     pack_codes,
@@ -39,6 +40,8 @@ def stays_packed(param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int)
     rows = [tensors[spec.hf_name].rows for spec in specs]
     if not all(isinstance(it, ExpandedRows) for it in rows):
         return False
+    if any(it.code_type is CodeType.INT8 and it.scheme.has_zero_points for it in rows):
+        return False  # no GPU has run them
     kinds = {(it.code_type, it.group_len, it.scale_dtype, it.scheme) for it in rows}
     return len(kinds) == 1 and all(
         can_pack(_rank_shape(spec, tp), it.group_len) for spec, it in zip(specs, rows, strict=True)
