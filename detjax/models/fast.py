@@ -30,13 +30,10 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import QUANTIZED, AnyMatrix, expanded
+from detjax.pallas_kernels.linear.quantized import LARGEST, QUANTIZED, AnyMatrix, expanded
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
-
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The largest finite magnitude used of each 8-bit dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ SCALE_LIMITS = (2.0**-126, 2.0**-5)
 """Scales from the first to below the second let a kernel widen an integer by one operation."""
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The greatest value of a row of quantised activations, by dtype."""
+"""The greatest magnitude of a row that is quantised to an 8-bit dtype."""
 
 FLOAT8_CHUNK = 128
 """Input channels whose float8 products one accumulator of the tensor core adds."""
@@ -240,13 +240,6 @@ QUANTIZED = (QuantizedMatrix, W8A8Matrix)
 def is_quantized(node: Any) -> bool:
     """Whether a node of a tree of weights is a matrix of several arrays."""
     return isinstance(node, QUANTIZED)
-
-
-def largest_array(w: AnyMatrix) -> jax.Array:
-    """The array that a product spends its time on: the weights themselves, or their codes."""
-    if isinstance(w, W8A8Matrix):
-        return w.values
-    return w.codes if isinstance(w, QuantizedMatrix) else w
 
 
 def expanded(w: AnyMatrix) -> jax.Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, QuantizedRows, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
+from detjax.pallas_kernels.linear.tiles import Operands, Product, choose_tiles
 
 
 def _multiply(
@@ -37,8 +37,7 @@ def _multiply(
         has_bias=bias is not None,
         has_residual=residual is not None,
         is_gated=is_gated,
-        is_w8a8=True,
-        is_float8=x.dtype != jnp.int8,
+        operands=Operands(x.dtype.name),
     )
     return matmul(
         x, w, bias, residual,

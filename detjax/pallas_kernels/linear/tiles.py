@@ -315,6 +315,14 @@ class Rows(enum.Enum):
     SUMMED = "summed"  # the like, and sums of terms, so that no copy brings them
 
 
+class Operands(enum.Enum):
+    """What activations and weights of a product are, by dtype; codes become bfloat16."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FLOAT8 = "float8_e4m3fn"  # chunks of K are added outside of accumulators
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
     """What the tiles of a product depend on.
@@ -331,8 +339,7 @@ class Product:
         rows: What its activations are.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
         coding: How the weights are quantised; few rows then, and they stream.
-        is_w8a8: Whether operands have 8 bits, and sums of them are scaled; one leaf.
-        is_float8: Whether they are float8, of which chunks of K are added outside of accumulators.
+        operands: What activations and weights are. Sums of 8-bit ones are scaled; one leaf.
     """
 
     num_rows: int
@@ -346,8 +353,12 @@ class Product:
     rows: Rows = Rows.GIVEN
     has_ranks: bool = False
     coding: Coding | None = None
-    is_w8a8: bool = False
-    is_float8: bool = False
+    operands: Operands = Operands.BFLOAT16
+
+    @property
+    def is_w8a8(self) -> bool:
+        """Whether operands have 8 bits."""
+        return self.operands is not Operands.BFLOAT16
 
     @property
     def operand_bytes(self) -> int:
@@ -588,7 +599,7 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
     # WHY: the chunks of float8 are in registers beside their sum.
-    most_cols = FLOAT8_COLS if p.is_float8 else _TALL_COLS[0][0]
+    most_cols = FLOAT8_COLS if p.operands is Operands.FLOAT8 else _TALL_COLS[0][0]
     options = [it for it in _TALL_COLS if it[0] <= most_cols]
     options = [it for it in options if not (p.needs_whole_tiles and num_out % it[0])]
     cols, _ = best = min(options, key=cost)
