@@ -45,9 +45,13 @@ def goldens() -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "golden" / "real" / "smollm2.json").read_text())
 
 
+def real_model(dtype: str, *, dp: int = 1) -> LoadedModel:
+    """The model on virtual devices, loaded once; skips the test if it is not there."""
+    return _loaded(dtype, dp)
+
+
 @cache
-def real_model(dtype: str, dp: int = 1) -> LoadedModel:
-    """The model on virtual devices; skips the test if it is not there."""
+def _loaded(dtype: str, dp: int) -> LoadedModel:
     return load_model(
         str(real_folder()),
         revision=None,
