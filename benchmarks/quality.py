@@ -174,11 +174,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def show(rows: list[dict]) -> None:
     """A table of the rows."""
     table = rich.table.Table(
-        "scheme", "nats a token", "bits a byte", "worse by, nats", "same greedy"
+        "scheme", "weights", "nats a token", "bits a byte", "worse by, nats", "same greedy"
     )
     for row in rows:
         table.add_row(
-            row["scheme"], f"{row['nats_per_token']:.4f}", f"{row['bits_per_byte']:.4f}",
+            row["scheme"], row["weights"], f"{row['nats_per_token']:.4f}",
+            f"{row['bits_per_byte']:.4f}",
             f"{row['difference_nats']:+.4f} ± {row['difference_se']:.4f}",
             f"{row['same_greedy']:.1%}",
         )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving as serving_benchmark
-from benchmarks.report import figures, findings, mesh, rows, serving, steps, verification
+from benchmarks.report import figures, findings, mesh, quality, rows, serving, steps, verification
 from benchmarks.report.__main__ import updated, wrapped
 from benchmarks.reproduce import completions, throughput
 from benchmarks.reproduce.__main__ import EXPERIMENTS
@@ -733,6 +733,24 @@ def test_starts_with_two_digests_are_refused(write):
     write("start", start | {"digest": "a"}, start | {"digest": "b"})
     with pytest.raises(ValueError, match="gave 2 digests"):
         verification.section()
+
+
+def test_quality_has_a_line_for_each_scheme_and_form(write):
+    assert quality.section() == []
+    row = {"model": "m", "windows": 2, "length": 8, "bytes": 50, "text": "t.txt", "gpu": "cpu",
+           "date": "2026-01-02", "commit": "abc", "scheme": "int4-w4a16", "weights": "auto",
+           "group_size": 64, "nats_per_token": 2.5, "bits_per_byte": 1.25,
+           "difference_nats": 0.5, "difference_se": 0.125, "same_greedy": 0.75}  # fmt: skip
+    write("quality", row, row | {"weights": "w8a8", "group_size": 0}, gpu="cpu")
+    (path,) = (rows.RESULTS / "cpu").iterdir()
+    path.write_text(path.read_text().replace("NVIDIA CPU", "cpu"))
+    four, eight = tables(quality.section())[0]
+    assert four == {
+        "scheme": "`int4-w4a16`, groups of 64", "activations": "bfloat16", "nats a token": "2.5000",
+        "bits a byte": "1.2500", "worse by, nats a token": "0.5000 ± 0.1250",
+        "same greedy token": "75.0%",
+    }  # fmt: skip
+    assert eight["scheme"] == "`int4-w4a16`" and eight["activations"].startswith("8-bit integers")
 
 
 def test_every_test_of_a_claim_is_there():
