@@ -750,7 +750,7 @@ def test_quality_has_a_line_for_each_scheme_and_form(write):
         "bits a byte": "1.2500", "worse by, nats a token": "0.5000 ± 0.1250",
         "same greedy token": "75.0%",
     }  # fmt: skip
-    assert eight["scheme"] == "`int4-w4a16`" and eight["activations"].startswith("8-bit integers")
+    assert eight["scheme"] == "`int4-w4a16`" and eight["activations"].startswith("8 bits")
 
 
 def test_every_test_of_a_claim_is_there():

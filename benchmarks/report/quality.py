@@ -9,7 +9,7 @@ import json
 from benchmarks.report import rows as committed
 from benchmarks.report.rows import Format, cell, table
 
-MADE_WITH = {"auto": "bfloat16", "w8a8": "8-bit integers (`--quantized-weights w8a8`)"}
+MADE_WITH = {"auto": "bfloat16", "w8a8": "8 bits (`--quantized-weights w8a8`)"}
 
 
 def _scheme(row: dict) -> str:
