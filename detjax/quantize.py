@@ -25,7 +25,7 @@ SCHEMES = {
     "fp8-dynamic": "float8_e4m3fn, a scale for each output channel; activations in 8 bits, too",
     "int8-w8a8": "int8, a scale for each output channel; activations in 8 bits, too",
     "int8-w8a16": "int8, a scale for each output channel",
-    "int4-w4a16": "int4, a scale for each 128 input channels of an output channel",
+    "int4-w4a16": "int4, a scale for each group of input channels of an output channel",
 }
 EXAMPLES = f"""\
 examples:
@@ -42,6 +42,13 @@ _SCHEME = Option(
     is_required=True,
     help="; ".join(f"{name}: {what}" for name, what in SCHEMES.items()),
 )
+_GROUP_SIZE = Option(
+    name="group_size",
+    default=128,
+    choices=(32, 64, 128),
+    parse=int,
+    help="input channels that share a scale in int4-w4a16; the other schemes have no groups",
+)
 _OUTPUT = replace(
     options.OUTPUT,
     metavar="DIR",
@@ -55,7 +62,7 @@ def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser("quantize", description=description_of(__doc__), epilog=EXAMPLES)
     add_options(parser, "model", (_MODEL, options.REVISION))
-    add_options(parser, "output", (_SCHEME, _OUTPUT, options.QUIET))
+    add_options(parser, "output", (_SCHEME, _GROUP_SIZE, _OUTPUT, options.QUIET))
     return parser
 
 
@@ -72,9 +79,16 @@ def _run(args: argparse.Namespace) -> int:
         from detjax.models.hub import find_model
         from detjax.models.quantization.quantize import RECIPES, quantize_folder
 
+        recipe = RECIPES[args.scheme]
+        if recipe.group_size:
+            recipe = replace(recipe, group_size=args.group_size)
+        elif args.group_size != _GROUP_SIZE.default:
+            raise ValueError(
+                f"--group-size {args.group_size} is of int4-w4a16; {args.scheme} has no groups"
+            )
         folder = find_model(args.model, revision=args.revision)
         with show_progress("quantising", console, partial(_say, console)) as progress:
-            quantize_folder(folder, args.output, RECIPES[args.scheme], progress=progress)
+            quantize_folder(folder, args.output, recipe, progress=progress)
     sizes = [sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in (folder, args.output)]
     print(f"{args.output}: {sizes[1] / 1e9:.2f} GB of weights, from {sizes[0] / 1e9:.2f} GB")
     return OK

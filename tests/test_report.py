@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving as serving_benchmark
-from benchmarks.report import figures, findings, mesh, rows, serving, steps
+from benchmarks.report import figures, findings, mesh, quality, rows, serving, steps, verification
 from benchmarks.report.__main__ import updated, wrapped
 from benchmarks.reproduce import completions, throughput
 from benchmarks.reproduce.__main__ import EXPERIMENTS
@@ -684,6 +684,81 @@ def test_answers_that_change_are_counted_over_all_settings():
         )
     ]  # fmt: skip
     assert findings._changed_answers(found)[1:] == ["2", "0"]
+
+
+# ----------------------------------------------------------------------------------- verification
+
+
+def produced(case, **fields):
+    facts = {"subject": "production", "case": case, "mode": "invariant", "model": "llama3_8b",
+             "compared_tokens": 40, "different": 0, "self_check_differences": 0,
+             "longest_prompt": 7, "most_rows": 2, "windows": 0, "rollbacks": 0,
+             "date": "2026-01-02", "commit": "abc"}  # fmt: skip
+    return facts | fields
+
+
+def of_claim(name):
+    (found,) = [row for row in tables(verification.section())[0] if row["claim"] == name]
+    return found
+
+
+def test_a_claim_without_rows_says_that_no_gpu_ran_it(write):
+    assert {row["compared on a GPU"] for row in tables(verification.section())[0]} == {
+        "not run on a GPU"
+    }
+
+
+def test_a_claim_has_the_rows_of_the_last_commit_of_the_last_day(write):
+    write("production", produced("a", date="2026-01-01"), produced("b", commit="old"),
+          produced("c", longest_prompt=9), produced("d", most_rows=5),
+          produced("control", mode="fast", different=40))  # fmt: skip
+    found = of_claim("batch-invariant")
+    assert "80 tokens" in found["compared on a GPU"] and "up to 5 seq" in found["compared on a GPU"]
+    assert (found["GPU"], found["date"], found["commit"]) == ("H200", "2026-01-02", "abc")
+    assert of_claim("dvr")["compared on a GPU"] == "not run on a GPU"
+    write("production", produced("e", date="2026-01-03"), gpu="h100", date="2026-01-03")
+    assert of_claim("batch-invariant")["GPU"] == "H100"
+
+
+@pytest.mark.parametrize("name", ["different", "self_check_differences"])
+def test_a_row_in_which_a_bit_differs_is_refused(write, name):
+    write("production", produced("a"), produced("b", **{name: 1}))
+    with pytest.raises(ValueError, match=f"bits differ in .*'{name}': 1"):
+        verification.section()
+
+
+def test_starts_with_two_digests_are_refused(write):
+    start = {"subject": "start", "kind": "cold", "model": "m", "tp": 1, "date": "2026-01-02",
+             "commit": "abc"}  # fmt: skip
+    write("start", start | {"digest": "a"}, start | {"digest": "b"})
+    with pytest.raises(ValueError, match="gave 2 digests"):
+        verification.section()
+
+
+def test_quality_has_a_line_for_each_scheme_and_form(write):
+    assert quality.section() == []
+    row = {"model": "m", "windows": 2, "length": 8, "bytes": 50, "text": "t.txt", "gpu": "cpu",
+           "date": "2026-01-02", "commit": "abc", "scheme": "int4-w4a16", "weights": "auto",
+           "group_size": 64, "nats_per_token": 2.5, "bits_per_byte": 1.25,
+           "difference_nats": 0.5, "difference_se": 0.125, "same_greedy": 0.75}  # fmt: skip
+    write("quality", row, row | {"weights": "w8a8", "group_size": 0}, gpu="cpu")
+    (path,) = (rows.RESULTS / "cpu").iterdir()
+    path.write_text(path.read_text().replace("NVIDIA CPU", "cpu"))
+    four, eight = tables(quality.section())[0]
+    assert four == {
+        "scheme": "`int4-w4a16`, groups of 64", "activations": "bfloat16", "nats a token": "2.5000",
+        "bits a byte": "1.2500", "worse by, nats a token": "0.5000 ± 0.1250",
+        "same greedy token": "75.0%",
+    }  # fmt: skip
+    assert eight["scheme"] == "`int4-w4a16`" and eight["activations"].startswith("8 bits")
+
+
+def test_every_test_of_a_claim_is_there():
+    for claim in verification.CLAIMS:
+        assert claim.tests
+        for test in claim.tests:
+            path, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / path).read_text(), test
 
 
 # ------------------------------------------------------------------------- rows and documents

@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.report import figures, findings, mesh, serving, steps
+from benchmarks.report import figures, findings, mesh, quality, serving, steps, verification
 
 ROOT = Path(__file__).parents[2]
 MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
@@ -33,6 +33,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[], list[str]]], ...] = (
     ("docs/server.md", "load", serving.server),
     ("docs/parallel.md", "benchmarks", mesh.section),
     ("docs/training.md", "grpo", findings.training),
+    ("docs/quantization.md", "quality", quality.section),
+    ("docs/verification.md", "verification", verification.section),
 )
 """Document, name of the markers, and what stands between them."""
 

@@ -138,7 +138,8 @@ def compile_kernels(kernels: dict[bytes, bytes], devices: Collection[jax.Device]
     def compile_one(program: bytes) -> None:
         device.client.compile_and_load(
             program,
-            executable_devices=xla_client.DeviceList((device,)),
+            # WHY: a tuple, not a DeviceList: docs/upstream/README.md, two threads that are first.
+            executable_devices=(device,),
             compile_options=xla_client.CompileOptions(),
         )
 

@@ -26,7 +26,13 @@ from detjax.models import loading
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import ParamSpec, RowRun, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
-from detjax.models.quantization.quantize import RECIPES, pack, quantize_folder, quantize_matrix
+from detjax.models.quantization.quantize import (
+    GROUP_SIZES,
+    RECIPES,
+    pack,
+    quantize_folder,
+    quantize_matrix,
+)
 from detjax.models.quantization.rounding import to_bfloat16, to_float8
 from detjax.models.quantization.scheme import parse_quantization
 from detjax.models.weights.files import StoredTensor, open_tensors
@@ -641,9 +647,31 @@ def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys
         (["--model", folder, "--scheme", "int8-w8a8", "--out", out], "not an empty folder"),
         (["--model", out, "--scheme", "int8-w8a8", "--out", f"{out}2"], "quantised already"),
         (["--model", folder, "--scheme", "int4-w4a16", "--out", f"{out}2"], "whole groups of 128"),
+        (["--model", folder, "--scheme", "fp8-dynamic", "--group-size", "64", "--out", f"{out}2"],
+         "--group-size 64 is of int4-w4a16; fp8-dynamic has no groups"),
         (["--model", f"{folder}x", "--scheme", "int8-w8a8", "--out", f"{out}2"], "bf16x"),
-    ):
+    ):  # fmt: skip
         assert quantize.main(argv) == 2
         assert message in capsys.readouterr().err
     assert not Path(f"{out}2").exists()
     assert quantize.SCHEMES.keys() == RECIPES.keys()
+    assert quantize._GROUP_SIZE.choices == GROUP_SIZES
+
+
+def test_the_command_makes_groups_of_the_size_that_is_asked_for(tmp_path):
+    """The width, 256, and the feed-forward width of the bundled model are whole groups of 64."""
+    out = tmp_path / "q"
+    argv = ["--model", str(BUNDLED), "--scheme", "int4-w4a16", "--group-size", "64"]
+    assert quantize.main([*argv, "--out", str(out)]) == 0
+    with contextlib.ExitStack() as stack:
+        tensors = open_tensors(out, stack)
+        scales = tensors["model.layers.0.mlp.up_proj.weight_scale"].rows[:]
+    weights = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert weights["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    assert np.asarray(scales).shape[1] == 256 // 64
+
+
+def test_the_largest_group_size_that_fits_is_named(tmp_path):
+    recipe = dataclasses.replace(RECIPES["int4-w4a16"], group_size=512)
+    with pytest.raises(ValueError, match="not whole groups of 512; use a group size of 128, int8"):
+        quantize_folder(BUNDLED, tmp_path / "q", recipe, progress=ignore_progress)

@@ -29,6 +29,9 @@ from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.files import INDEX_NAME, StoredTensor, open_tensors
 from detjax.progress import Progress
 
+GROUP_SIZES = 32, 64, 128
+"""Input channels that may share a scale; published checkpoints have these."""
+
 FLOAT8_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 
 
@@ -96,9 +99,11 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
         raise ValueError(f"{out} exists and is not an empty folder; give another one")
     matrices = _matrix_names(config)
     if recipe.group_size and (odd := _columns_of_no_group(config, recipe.group_size)):
+        fitting = [size for size in GROUP_SIZES if not _columns_of_no_group(config, size)]
+        smaller = f"a group size of {fitting[-1]}, " if fitting else ""
         raise ValueError(
-            f"{odd} input channels are not whole groups of {recipe.group_size}; use int8-w8a8, "
-            "int8-w8a16 or fp8-dynamic"
+            f"{odd} input channels are not whole groups of {recipe.group_size}; use {smaller}"
+            "int8-w8a8, int8-w8a16 or fp8-dynamic"
         )
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

@@ -616,9 +616,10 @@ class _Cta:
         """A sum [rows, cols] as float32: its outputs, or gates and ups."""
         plan, t = self.plan, self.plan.tiles
         firsts = (row, row + plan.num_out) if t.is_gated else (row,)
-        parts = [total[i * t.out_rows : (i + 1) * t.out_rows] for i in range(len(firsts))]
+        # WHY: a router has fewer outputs than an accumulator has rows, which cannot be cut there.
+        parts = [total[: t.out_rows], total[t.out_rows :]] if t.is_gated else [total]
         if not plan.is_w8a8:
-            return parts if t.is_gated else [total]
+            return parts
         x_scales = self.operands.x_scales.at[pl.ds(col, t.cols)]
         of_weights = [self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in firsts]
         return [

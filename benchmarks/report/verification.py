@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was verified, claim by claim: docs/verification.md, from tests and committed rows.
+
+A claim has tests, which run without a GPU, and rows of a benchmark that compares bits on GPUs. The
+newest rows count: those of the last date, and of them those of the last commit. A row in which
+something differs is refused, so the page cannot be written over it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.report.mesh import BITS, read_impl
+from benchmarks.report.rows import GPUS, listed, model_name, rows, table
+
+NOT_RUN = "not run on a GPU"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Rows that show a claim on a GPU.
+
+    Attributes:
+        command: Of the benchmark.
+        subject: Of its rows.
+        counts: Whether a row is about the claim.
+        num_different: Of a row, how much differs; anything but 0 refuses the report.
+        sizes: What the newest rows compared, in words.
+    """
+
+    command: str
+    subject: str
+    counts: Callable[[dict], bool]
+    num_different: Callable[[dict], int]
+    sizes: Callable[[Sequence[dict]], str]
+
+    def newest(self) -> list[dict]:
+        """The newest rows of all kinds of GPU; none if there is none.
+
+        Raises:
+            ValueError: If something differs in one of them.
+        """
+        found = [
+            row for gpu in GPUS for row in rows(self.command, self.subject, gpu) if self.counts(row)
+        ]
+        if not found:
+            return []
+        last = max(found, key=lambda row: row["date"])  # the first of equals
+        of_day = [row for row in found if (row["date"], row["gpu"]) == (last["date"], last["gpu"])]
+        newest = [row for row in of_day if row["commit"] == of_day[-1]["commit"]]
+        for row in newest:
+            if self.num_different(row):
+                raise ValueError(f"bits differ in {row}; the page must not say that they do not")
+        return newest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A claim and what shows it.
+
+    Attributes:
+        name: In the vocabulary of docs/numerics.md, or what else is compared.
+        tests: Files and functions, as pytest names them.
+        evidence: None if no benchmark compares it on a GPU.
+    """
+
+    name: str
+    tests: tuple[str, ...]
+    evidence: Evidence | None
+
+
+def _total(found: Sequence[dict], name: str) -> str:
+    return f"{sum(row[name] for row in found):,}"
+
+
+def _starts(found: Sequence[dict]) -> str:
+    settings = {(row["model"], row["tp"]) for row in found}
+    digests = {(row["model"], row["tp"], row["digest"]) for row in found}
+    if len(digests) > len(settings):
+        raise ValueError(f"starts of {settings} gave {len(digests)} digests")
+    cold = sum(row["kind"] == "cold" for row in found)
+    models = listed(sorted(f"{model_name(model)} at tp {tp}" for model, tp in settings))
+    return f"{len(found)} starts of {models}, {cold} with nothing kept: one digest"
+
+
+def _production(found: Sequence[dict]) -> str:
+    longest = max(row["longest_prompt"] for row in found)
+    rows_at_once = max(row["most_rows"] for row in found)
+    return (
+        f"{model_name(found[0]['model'])}: {_total(found, 'compared_tokens')} tokens and logprobs, "
+        f"prompts of up to {longest:,} tokens, up to {rows_at_once} sequences at once"
+    )
+
+
+def _dvr(found: Sequence[dict]) -> str:
+    windows, rollbacks = _total(found, "windows"), _total(found, "rollbacks")
+    return f"{_production(found)}; {windows} windows, {rollbacks} rollbacks"
+
+
+def _stress(found: Sequence[dict]) -> str:
+    return (
+        f"{model_name(found[0]['model'])}: {_total(found, 'requests')} requests, "
+        f"{_total(found, 'cancelled')} cancelled, {_total(found, 'preempted')} preemptions, "
+        f"{_total(found, 'prefix_tokens')} tokens from the prefix cache"
+    )
+
+
+def _meshes(found: Sequence[dict]) -> str:
+    meshes = sorted({row["impl"].split(maxsplit=1)[1] for row in found if "impl" in row})
+    cases = len({row["case"] for row in found})
+    return f"Llama-3.1-8B shapes: {cases} steps on (dp, tp) = {listed(meshes)} against (1,1)"
+
+
+def _is_on_a_mesh(row: dict) -> bool:
+    return bool(row.get("impl")) and read_impl(row["impl"])[1:3] != (1, 1)
+
+
+def _job(found: Sequence[dict]) -> str:
+    row = found[-1]
+    return (
+        f"{row['model'].replace('llama3_8b', 'Llama-3.1-8B')}: {row['requests']} requests, "
+        f"{row['left']} of whose clients left, {row['processes']} processes (tp {row['tp']}) "
+        "against one"
+    )
+
+
+def _receipts(found: Sequence[dict]) -> str:
+    return (
+        f"{model_name(found[0]['model'])}: {_total(found, 'receipts')} receipts of answers in "
+        f"batches of {listed(row['batch'] for row in found)}, made again"
+    )
+
+
+def _audit(found: Sequence[dict]) -> str:
+    return (
+        f"{_total(found, 'tokens')} tokens in {_total(found, 'windows')} windows; one wrong bit "
+        f"planted in {len(found)} runs, found in {_total(found, 'control_found')}"
+    )
+
+
+def _quantised(found: Sequence[dict]) -> str:
+    schemes = listed(row["scheme"] for row in found)
+    return (
+        f"{model_name(found[0]['model'])}, {schemes}, packed against expanded: "
+        f"{_total(found, 'answers')} answers and the hash of weights"
+    )
+
+
+def _server(found: Sequence[dict]) -> str:
+    rates = listed(sorted({f"{row['rate_per_s']:g}" for row in found}, key=float))
+    return (
+        f"{model_name(found[0]['model'])}: {_total(found, 'canonical')} answers over HTTP at "
+        f"{rates} requests a second against each alone"
+    )
+
+
+def _part(*, mode: str) -> Callable[[dict], bool]:
+    return lambda row: row["mode"] == mode
+
+
+AUDIT = {
+    "command": "proof", "subject": "proof", "counts": lambda row: row["case"] == "audit",
+    "num_different": lambda row: row["different"] + (not row["control_found"]),
+}  # fmt: skip
+PRODUCTION = {
+    "command": "production", "subject": "production",
+    "num_different": lambda row: row["different"] + row["self_check_differences"],
+}  # fmt: skip
+ANSWERS = "tests/invariance/test_answers.py::test_answers_are_bitwise"
+CLAIMS = (
+    Claim(
+        name="run-invariant",
+        tests=(f"{ANSWERS}_run_invariant_in_a_second_process",),
+        evidence=Evidence(
+            command="start", subject="start", counts=lambda row: True,
+            num_different=lambda row: 0, sizes=_starts,
+        ),
+    ),
+    Claim(
+        name="batch-invariant",
+        tests=(f"{ANSWERS}_batch_invariant",),
+        evidence=Evidence(counts=_part(mode="invariant"), sizes=_production, **PRODUCTION),
+    ),
+    Claim(
+        name="path-consistent",
+        tests=(
+            "tests/invariance/test_answers.py::"
+            "test_decode_is_bitwise_path_consistent_with_prefill",
+            "tests/training/test_forward.py::"
+            "test_training_forward_is_bitwise_path_consistent_with_the_engine",
+        ),
+        evidence=Evidence(counts=_part(mode="invariant"), sizes=_production, **PRODUCTION),
+    ),
+    Claim(
+        name="schedule-invariant",
+        tests=(
+            f"{ANSWERS}_schedule_invariant",
+            "tests/invariance/test_schedules.py::"
+            "test_a_page_is_shared_only_once_its_last_key_is_there",
+        ),
+        evidence=Evidence(
+            command="serving", subject="stress", counts=lambda row: row["mode"] != "fast",
+            num_different=lambda row: row["wrong"] + row["lost"], sizes=_stress,
+        ),
+    ),
+    Claim(
+        name="mesh-invariant",
+        tests=(f"{ANSWERS}_mesh_invariant",),
+        evidence=Evidence(
+            command="mesh", subject="mesh_step_bits", counts=_is_on_a_mesh,
+            num_different=lambda row: sum(row.get(name, 0) for name in BITS), sizes=_meshes,
+        ),
+    ),
+    Claim(
+        name="several processes",
+        tests=(
+            "tests/parallel/test_distributed.py::test_processes_are_bitwise_mesh_invariant",
+            "tests/engine/test_replicated_engine.py::"
+            "test_a_load_with_cancellations_is_bitwise_that_of_lone_requests",
+        ),
+        evidence=Evidence(
+            command="serve_job", subject="serve_job", counts=lambda row: True,
+            num_different=lambda row: row["wrong"] + row["lost"] + (not row["same"]), sizes=_job,
+        ),
+    ),
+    Claim(
+        name="receipts",
+        tests=(
+            "tests/proof/test_rerun.py::"
+            "test_receipts_replay_in_another_order_and_one_sequence_alone",
+            "tests/proof/test_forgery.py::test_no_mutant_passes_and_every_true_receipt_does",
+        ),
+        evidence=Evidence(sizes=_receipts, **AUDIT),
+    ),
+    Claim(
+        name="audit",
+        tests=(
+            "tests/proof/test_rerun.py::test_an_audit_is_by_windows_and_finds_the_same_bits",
+            "tests/proof/test_rerun.py::test_a_forgery_with_hashes_that_fit_is_found_out",
+        ),
+        evidence=Evidence(sizes=_audit, **AUDIT),
+    ),
+    Claim(
+        name="quantised weights",
+        tests=(
+            "tests/models/test_quantization.py::test_answers_are_those_of_the_expanded_folder",
+            "tests/models/test_quantization.py::"
+            "test_weights_that_stay_packed_give_the_same_answers",
+        ),
+        evidence=Evidence(
+            command="quantized", subject="quantized", counts=lambda row: "is_same_hash" in row,
+            num_different=lambda row: row["different_digests"] + (not row["is_same_hash"]),
+            sizes=_quantised,
+        ),
+    ),
+    Claim(
+        name="8-bit activations (`--quantized-weights w8a8`)",
+        tests=(
+            "tests/pallas_kernels/test_w8a8.py::test_no_batchmate_changes_a_bit",
+            "tests/pallas_kernels/test_w8a8.py::test_no_order_of_channels_changes_a_bit",
+        ),
+        evidence=None,
+    ),
+    Claim(
+        name="dvr",
+        tests=(
+            "tests/invariance/test_schedules.py::"
+            "test_wrong_drafts_are_never_committed_and_right_ones_are",
+        ),
+        evidence=Evidence(counts=_part(mode="dvr"), sizes=_dvr, **PRODUCTION),
+    ),
+    Claim(
+        name="server",
+        tests=(
+            "tests/server/test_batch_invariance.py::"
+            "test_one_at_a_time_has_the_bits_of_all_at_once",
+        ),
+        evidence=Evidence(
+            command="serve_load", subject="serve_load", counts=lambda row: row["canonical"] > 0,
+            num_different=lambda row: row["wrong"] + row["lost"], sizes=_server,
+        ),
+    ),
+)  # fmt: skip
+
+
+def _link(test: str) -> str:
+    path, _, name = test.partition("::")
+    return f"[`{name}`]({path})"
+
+
+def section() -> list[str]:
+    """A row for each claim."""
+    lines = []
+    for claim in CLAIMS:
+        newest = claim.evidence.newest() if claim.evidence else []
+        shown = (NOT_RUN, "", "", "", "")
+        if claim.evidence and newest:
+            last = newest[-1]
+            shown = (
+                claim.evidence.sizes(newest), last["gpu"].removeprefix("NVIDIA "), last["date"],
+                last["commit"], f"`benchmarks.{claim.evidence.command}`",
+            )  # fmt: skip
+        lines.append([claim.name, "<br>".join(map(_link, claim.tests)), *shown])
+    header = ("claim", "tests", "compared on a GPU", "GPU", "date", "commit", "by")
+    return table(header, lines)
