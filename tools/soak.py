@@ -689,10 +689,10 @@ def report(soak: Soak, told: dict[str, Any], failures: Sequence[str]) -> str:
         "",
         f"`python tools/soak.py --seconds {told['seconds']:.0f} --seed {told['seed']}` on "
         f"{told['date']}: {told['machine']}, {told['cores']} cores, {told['after_s']:.0f} s. A "
-        "server of the bundled model, and four clients that compare each answer with the one of "
+        "server of the bundled model runs, and four clients compare each answer with the one of "
         "the quiet server by its digest.",
         "",
-        f"- {soak.num_answers} answers beside the faults, {len(soak.wrong)} wrong. "
+        f"- {soak.num_answers} answers next to the faults, {len(soak.wrong)} wrong. "
         f"{soak.num_refused} requests were refused, as a server was replaced or paused.",
         f"- Memory of the last server: {told['warm_mib']:.0f} MiB when it had compiled, "
         f"{told['end_mib']:.0f} at the end; {told['files']} open files.",
