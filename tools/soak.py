@@ -642,7 +642,7 @@ def killed_replica(soak: Soak) -> str:
     """One of two replicas on Ray is killed under streams; clients ask again."""
     if importlib.util.find_spec("ray") is None:
         raise SkippedError("ray is not installed")
-    rows = [body | {"max_tokens": 100} for body in BODIES]
+    rows = [body | {"max_tokens": 200, "ignore_eos": True} for body in BODIES]
     with soak.client() as client:
         wanted = [digests(client.post("/v1/completions", json=row)) for row in rows]
     options = {"model": "novels-6m", "gpus": 0, "num_replicas": 2, "cache_dir": str(soak.cache)}
@@ -656,7 +656,7 @@ def killed_replica(soak: Soak) -> str:
     found = [[row["digest"]] for row in said["found"]]
     expect(len(said["killed"]) == 1, f"{said['killed']} were killed")
     expect(found == wanted, f"{found} instead of {wanted}")
-    num_cut = sum(len(row["cut"]) for row in said["found"])
+    num_cut = sum(num_tokens > 0 for row in said["found"] for num_tokens in row["cut"])
     expect(num_cut > 0, "no stream was cut")
     return f"{len(rows)} streams, cut {num_cut} times and asked again: the server's digests"
 
@@ -689,10 +689,10 @@ def report(soak: Soak, told: dict[str, Any], failures: Sequence[str]) -> str:
         "",
         f"`python tools/soak.py --seconds {told['seconds']:.0f} --seed {told['seed']}` on "
         f"{told['date']}: {told['machine']}, {told['cores']} cores, {told['after_s']:.0f} s. A "
-        "server of the bundled model, and four clients that compare each answer with the one of "
+        "server of the bundled model runs, and four clients compare each answer with the one of "
         "the quiet server by its digest.",
         "",
-        f"- {soak.num_answers} answers beside the faults, {len(soak.wrong)} wrong. "
+        f"- {soak.num_answers} answers next to the faults, {len(soak.wrong)} wrong. "
         f"{soak.num_refused} requests were refused, as a server was replaced or paused.",
         f"- Memory of the last server: {told['warm_mib']:.0f} MiB when it had compiled, "
         f"{told['end_mib']:.0f} at the end; {told['files']} open files.",

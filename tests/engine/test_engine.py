@@ -499,7 +499,7 @@ def test_a_consumer_that_raises_fails_its_request_alone():
 @pytest.mark.parametrize("num_launches", [1, 2, 5])
 def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works(num_launches):
     """The arrays are deleted, as they were donated; answers have their bits again all the same."""
-    made, count = engine(num_pages=20), 0
+    made, count = engine(), 0
     asked = [request(5, 40), request(6, 20)]
     program_of = made._runner._ready.get
 

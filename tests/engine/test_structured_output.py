@@ -152,7 +152,8 @@ def test_a_small_model_ends_its_json_instead_of_writing_spaces():
         for s in (schema, spaced)
         for t in (0.0, 1.0)
     ]
-    outs = LLM(max_len=256, show_progress=False).generate(["The old house"] * 4, samplings)
+    llm = LLM(max_len=256, batch_size=4, show_progress=False)  # the programs of the server
+    outs = llm.generate(["The old house"] * 4, samplings)
     ended, spaced_out = (tuple(o.outputs[0] for o in outs[i : i + 2]) for i in (0, 2))
     assert all(json.loads(one.text).keys() == fields.keys() for one in ended)
     assert [one.finish_reason.value for one in ended] == ["stop", "stop"]

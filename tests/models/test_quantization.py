@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from detjax import models, quantize
+from detjax import quantize
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import SelfCheckError
@@ -46,9 +46,18 @@ from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config
+from detjax.testing.folders import write_model_folder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-BUNDLED = Path(models.__file__).parent / "bundled" / "novels-6m"
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "tie_word_embeddings": True, "bos_token_id": None,
+    "eos_token_id": 0,
+}  # fmt: skip
+"""Two ranks have whole groups of 128 of every matrix, so all of them stay packed."""
+
 CASES = sorted(path.stem for path in (GOLDEN / "quantized").glob("*.safetensors"))
 Parts = dict[str, np.ndarray]
 
@@ -252,7 +261,9 @@ def test_parts_that_do_not_go_together_are_refused_by_name(tmp_path, name, damag
 
 
 def folder_of(case: str, out: Path) -> Path:
-    """A golden's folder: config.json and weights."""
+    """A golden's folder, or that of a model whose matrices can stay packed."""
+    if case == "small":
+        return write_model_folder(out, SMALL, scale=128**-0.5)
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(GOLDEN / "hf" / case / name, out / name)
@@ -307,7 +318,10 @@ def test_weights_on_two_ranks_are_those_of_the_expanded_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "scheme", "tp"),
-    quick_and_slow([("llama3", "int8-w8a16", 1)], [("qwen3_moe", "fp8-dynamic", 2)]),
+    quick_and_slow(
+        [("small", "int8-w8a16", 1)],
+        [("llama3", "int8-w8a16", 1), ("qwen3_moe", "fp8-dynamic", 2)],
+    ),
 )
 def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
     folder = folder_of(case, tmp_path / "bf16")
@@ -322,7 +336,8 @@ def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
 
 @pytest.mark.parametrize(("scheme", "tp"), [("int4-w4a16", 2), ("fp8-dynamic", 1)])
 def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
-    quantize_folder(BUNDLED, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    folder = folder_of("small", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
     packed, plain = opened(tmp_path / "q", tp, "packed"), opened(tmp_path / "q")
     assert has_packed(packed.params) and not has_packed(plain.params)
     assert digests(packed) == digests(plain)
@@ -336,7 +351,8 @@ def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
 
 
 def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_path):
-    quantize_folder(BUNDLED, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
+    folder = folder_of("small", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
     model = opened(tmp_path / "q", mode="packed")
     before = digests(model)
     model.replace_weights(model.read_folder(tmp_path / "q"))
@@ -349,7 +365,8 @@ def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_pa
 
 def test_packed_weights_are_replaced_by_those_of_other_scales(tmp_path):
     scheme = RECIPES["int8-w8a16"]
-    quantize_folder(BUNDLED, tmp_path / "q", scheme, progress=ignore_progress)
+    folder = folder_of("small", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", scheme, progress=ignore_progress)
     model = opened(tmp_path / "q", mode="packed")
     down = model.params["layers"][0]["down"]
     assert down.has_small_scales
@@ -368,7 +385,8 @@ def test_packed_weights_are_replaced_by_those_of_other_scales(tmp_path):
 
 
 def w8a8_folder(tmp_path: Path, scheme: str = "int8-w8a8") -> Path:
-    quantize_folder(BUNDLED, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    folder = folder_of("small", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
     return tmp_path / "q"
 
 
@@ -405,15 +423,18 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)), [5] * 17)
     requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
 
-    def found(requests: list[Request], batch_size: int = 4, **options) -> list[str]:
-        options = {"prefill_chunk": 64, **options}
-        config = EngineConfig(batch_size=batch_size, max_len=64, **options)
-        return [answer.digest() for answer in Engine(model, config).generate(requests)]
+    def engine(model: LoadedModel, **options) -> Engine:
+        sizes = {"batch_size": 4, "prefill_chunk": 64, "max_len": 64}
+        return Engine(model, EngineConfig(**(sizes | options)))
 
-    together = found(requests)
-    assert [found([request])[0] for request in requests] == together
-    assert found(requests, prefill_chunk=16, batch_size=2) == together
-    assert found(requests, mode="dvr", verify_window=4) == together
+    def found(of: Engine, requests: list[Request]) -> list[str]:
+        return [answer.digest() for answer in of.generate(requests)]
+
+    first = engine(model)
+    together = found(first, requests)
+    assert [found(first, [request])[0] for request in requests] == together
+    assert found(engine(model, prefill_chunk=16, batch_size=2), requests) == together
+    assert found(engine(model, mode="dvr", verify_window=4), requests) == together
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     rows_alone = portable.quantize_rows
 
@@ -429,10 +450,11 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
         lambda x, gain, eps, dtype: by_tensor(portable.rms_norm(x, gain, eps=eps), dtype),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
-    alone = [found([request], self_check="off")[0] for request in requests]
-    assert alone != found(requests, self_check="off")
+    unchecked = engine(model, self_check="off")
+    alone = [found(unchecked, [request])[0] for request in requests]
+    assert alone != found(unchecked, requests)
     with pytest.raises(SelfCheckError, match="different bits"):
-        found(requests)
+        found(engine(model), requests)
 
 
 def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
@@ -455,7 +477,7 @@ def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
     ],
 )
 def test_8_bit_activations_are_refused_by_reason(tmp_path, scheme, tp, message):
-    folder = folder_of("llama3", tmp_path / "bf16")
+    folder = folder_of("small", tmp_path / "bf16")
     quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
     with pytest.raises(ValueError, match=message):
         opened(tmp_path / "q", tp, "w8a8")

@@ -236,7 +236,7 @@ def test_tied_head_is_the_very_array_of_the_embeddings_on_one_rank(tmp_path):
     assert params["lm_head"] is params["embed"]
     replicated = load(folder, TIED, dp=2)
     assert replicated["lm_head"] is replicated["embed"]
-    random = random_params(TIED, mesh_of(1, 1), seed=0, dtype="bfloat16", vocab_block=BLOCK)
+    random = random_params(SHARED, mesh_of(1, 1), seed=0, dtype="float32", vocab_block=BLOCK)
     assert random["lm_head"] is random["embed"]
 
 
@@ -654,6 +654,8 @@ def test_mesh_that_does_not_fit_is_refused(tmp_path):
 SMALL = dataclasses.replace(
     TIED, num_layers=1, num_kv_heads=1, vocab_size=90, o_bias=False, qk_norm=False
 )
+SHARED = dataclasses.replace(SMALL, vocab_size=96)
+"""Whole vocabulary blocks, so that one array is the embeddings and the head."""
 
 
 @pytest.mark.invariance
@@ -745,20 +747,20 @@ def test_control_rows_moved_as_floats_lose_the_sign_of_zero():
 
 def test_restored_tied_head_is_shared_again(tmp_path):
     mesh = mesh_of(1, 1)
-    params = random_params(TIED, mesh, seed=0, dtype="float32", vocab_block=BLOCK)
-    save_params(tmp_path / "c", params, TIED, mesh, vocab_block=BLOCK)
-    restored = restore_params(tmp_path / "c", TIED, mesh, dtype="float32", vocab_block=BLOCK)
+    params = random_params(SHARED, mesh, seed=0, dtype="float32", vocab_block=BLOCK)
+    save_params(tmp_path / "c", params, SHARED, mesh, vocab_block=BLOCK)
+    restored = restore_params(tmp_path / "c", SHARED, mesh, dtype="float32", vocab_block=BLOCK)
     assert restored["lm_head"] is restored["embed"]
     assert_same_bits(restored, params)
 
 
 def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
-    mesh = mesh_of(1, 2)
-    params = random_params(CONFIG, mesh, seed=0, dtype="bfloat16", vocab_block=BLOCK)
-    save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
+    mesh, folder = mesh_of(1, 2), tmp_path / "checkpoint"
+    params = load(write_folder(tmp_path, random_tensors(CONFIG)), tp=2)
+    save_params(folder, params, CONFIG, mesh, vocab_block=BLOCK)
 
     def restore(config=CONFIG, dtype="bfloat16"):
-        return restore_params(tmp_path, config, mesh, dtype=dtype, vocab_block=BLOCK)
+        return restore_params(folder, config, mesh, dtype=dtype, vocab_block=BLOCK)
 
     restore()
     with pytest.raises(ValueError, match=r"has dtype='bfloat16' but 'float32' is asked for"):
@@ -768,15 +770,15 @@ def test_checkpoint_of_another_model_or_dtype_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has rope={'theta': 10000.0.* is asked for"):
         restore(config=dataclasses.replace(CONFIG, rope=RopeConfig(theta=5e5)))
     with pytest.raises(ValueError, match="holds params already"):
-        save_params(tmp_path, params, CONFIG, mesh, vocab_block=BLOCK)
-    facts = tmp_path / "detjax_params.json"
+        save_params(folder, params, CONFIG, mesh, vocab_block=BLOCK)
+    facts = folder / "detjax_params.json"
     text = facts.read_text()
     facts.write_text(text.replace('"format": 2', '"format": 1'))
     with pytest.raises(ValueError, match=r"has format=1 but 2 is asked for"):
         restore()
     facts.write_text(text)
     restore()
-    largest = max((tmp_path / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    largest = max((folder / "params").rglob("*"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)

@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,8 @@ import openai
 import pyarrow as pa
 import ray
 from ray import serve
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import detjax
 import detjax.ray
@@ -33,6 +36,15 @@ TOKEN = "DETJAX_FLEET"
 
 SIZES = {"max_len": 256, "batch_size": 4}
 NUM_WARM = 4
+NUM_BEGUN = 4
+"""Streams under way before a replica is killed: the one that has the most of them."""
+
+MIN_TOKENS = 4
+"""A client has read so many of a stream that is under way."""
+
+WORKER = "x-worker"
+"""The header that names the process of an answer."""
+
 SAMPLING = {"max_tokens": 24, "temperature": 0.7}
 
 
@@ -47,6 +59,41 @@ class Noting(detjax.ray.Generate):
         (self._folder / f"{os.getpid()}-{uuid.uuid4()}").touch()
         time.sleep(0.2)  # so that there is a midst to be killed in
         return super().__call__(batch)
+
+
+class Holding:
+    """Names its process in each answer, and keeps the last event of a stream until a file exists.
+
+    WHY: a stream that a client has not read to its end is then under way for certain.
+    """
+
+    def __init__(self, app: ASGIApp, released: Path):
+        self._app, self._released = app, released
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_held(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = (WORKER.encode(), str(os.getpid()).encode())
+                message = {**message, "headers": [*message["headers"], named]}
+            body = message.get("body", b"")
+            while body.startswith(b"data:") and b'"detjax"' in body and not self._released.exists():
+                await asyncio.sleep(0.02)
+            await send(message)
+
+        await self._app(scope, receive, send_held)
+
+
+class Held(detjax.ray.Server):
+    """A replica whose streams do not end before a file exists."""
+
+    def __init__(self, argv: Sequence[str], released: Path):
+        super().__init__(argv)
+        self._released = released
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        app = super().__serve_build_asgi_app__()
+        app.add_middleware(Holding, released=self._released)
+        return app
 
 
 def run_data(rows: list[dict]) -> dict:
@@ -93,19 +140,23 @@ def replicas() -> list[int]:
     return sorted(found)
 
 
-async def streamed(client: openai.AsyncOpenAI, row: dict, begun: Callable[[], None]) -> dict:
-    """The answer of a stream, asked again until one is whole; those that were cut begin as it."""
-    asked, cut = dict(row), []
-    own = {"extra_body": {"return_token_ids": asked.pop("return_token_ids", True)}}
+async def streamed(client: openai.AsyncOpenAI, row: dict, begun: Callable[[int], None]) -> dict:
+    """The answer of a stream, asked again until one is whole; those that were cut begin as it.
+
+    `begun` is told the process of each stream that is under way.
+    """
+    cut, own = [], row | {"return_token_ids": True}
     while True:
         token_ids: list[int] = []
         try:
-            stream = await client.completions.create(**asked, **own, stream=True)
+            stream = await client.completions.create(
+                model=row["model"], prompt=row["prompt"], stream=True, extra_body=own
+            )
             async for chunk in stream:
                 said = chunk.choices[0].model_extra
                 token_ids += said["token_ids"]
-                if len(token_ids) == len(said["token_ids"]):
-                    begun()
+                if len(token_ids) - len(said["token_ids"]) < MIN_TOKENS <= len(token_ids):
+                    begun(int(stream.response.headers[WORKER]))
                 if "detjax" in said:
                     assert all(part == token_ids[: len(part)] for part in cut), (cut, token_ids)
                     return {"digest": said["detjax"]["digest"], "cut": [len(part) for part in cut]}
@@ -115,27 +166,33 @@ async def streamed(client: openai.AsyncOpenAI, row: dict, begun: Callable[[], No
 
 
 def run_streams(rows: list[dict], options: dict) -> dict:
-    """Streams at once, and a replica killed when each has begun or waits."""
+    """Streams at once, and a replica killed while clients read what it has begun."""
+    with tempfile.TemporaryDirectory() as folder:
+        released = Path(folder) / "released"
 
-    async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[], None]) -> list[dict]:
-        # Both replicas compile now, so that streams of both are open when one is killed.
-        short = {"model": rows[0]["model"], "prompt": "x", "max_tokens": 2}
-        await asyncio.gather(*(client.completions.create(**short) for _ in range(4 * NUM_WARM)))
-        left = iter(range(len(rows) // 2, -1, -1))
+        async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[int], None]) -> list[dict]:
+            # Both replicas compile now, so that streams of both are open when one is killed.
+            short = {"model": rows[0]["model"], "prompt": "x", "max_tokens": 2}
+            await asyncio.gather(*(client.completions.create(**short) for _ in range(4 * NUM_WARM)))
+            under_way = Counter[int]()
 
-        def begun() -> None:
-            if next(left, None) == 0:
-                kill()
+            def begun(pid: int) -> None:
+                under_way[pid] += 1
+                if under_way.total() == NUM_BEGUN:
+                    kill(under_way.most_common(1)[0][0])
+                    released.touch()
 
-        return await asyncio.gather(*(streamed(client, row, begun) for row in rows))
+            return await asyncio.gather(*(streamed(client, row, begun) for row in rows))
 
-    return run_serve(options, ask_all)
+        built = detjax.ray.build(server_options(options))._bound_deployment
+        held = built.options(func_or_class=serve.ingress()(Held))
+        return run_serve(held.bind(*built.init_args, released), ask_all)
 
 
 def run_answers(rows: list[dict], options: dict) -> dict:
     """Answers in one piece, and a replica killed in their midst."""
 
-    async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[], None]) -> list[dict]:
+    async def ask_all(client: openai.AsyncOpenAI, kill: Callable[[int], None]) -> list[dict]:
         num_done = 0
 
         async def ask(i: int, row: dict) -> dict:
@@ -144,25 +201,32 @@ def run_answers(rows: list[dict], options: dict) -> dict:
             answer = await client.completions.create(model="novels-6m", **row, **SAMPLING)
             num_done += 1
             if num_done == 8:
-                kill()
+                kill(replicas()[0])
             said = answer.choices[0].model_extra["detjax"]
             return row | {"digest": said["digest"], "fingerprint": answer.system_fingerprint}
 
         return await asyncio.gather(*itertools.starmap(ask, enumerate(rows)))
 
-    return run_serve(options, ask_all)
+    return run_serve(detjax.ray.build(server_options(options)), ask_all)
 
 
-def run_serve(options: dict, ask_all: Callable[..., Awaitable[list[dict]]]) -> dict:
+def server_options(options: dict) -> dict:
+    return options | SIZES | {"no_compile": True}
+
+
+def run_serve(app: serve.Application, ask_all: Callable[..., Awaitable[list[dict]]]) -> dict:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(detjax.ray.build(options | SIZES | {"no_compile": True}))
+    serve.run(app)
     before, killed = replicas(), []
 
-    def kill() -> None:
-        killed.append(before[0])
-        os.kill(before[0], signal.SIGKILL)
+    def kill(pid: int) -> None:
+        assert pid in before, (pid, before)
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
+        while pid in replicas():
+            time.sleep(0.01)
 
     async def ask() -> list[dict]:
         async with openai.AsyncOpenAI(

@@ -45,17 +45,20 @@ def random_params(
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
     root = jax.random.key(seed)
 
-    @functools.cache
-    def compiled(spec: TensorSpec) -> Callable[[jax.Array], jax.Array]:
-        draw = functools.partial(random_tensor, spec=spec, dtype=target)
-        return jax.jit(draw, out_shardings=NamedSharding(mesh, spec.partition))
-
     def make(spec: TensorSpec) -> jax.Array:
         names = jnp.asarray([zlib.crc32(name.encode()) for name in spec.hf_names], jnp.uint32)
         keys = jax.vmap(functools.partial(jax.random.fold_in, root))(names)
-        return compiled(spec.unnamed)(keys if spec.num_experts else keys[0])
+        draw = _drawer(mesh, spec.unnamed, target)
+        return draw(keys if spec.num_experts else keys[0])
 
     return assemble(specs, mesh, make)
+
+
+@functools.cache
+def _drawer(mesh: Mesh, spec: TensorSpec, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
+    """`random_tensor` of every tensor of this shape, each rank its own rows."""
+    draw = functools.partial(random_tensor, spec=spec, dtype=dtype)
+    return jax.jit(draw, out_shardings=NamedSharding(mesh, spec.partition))
 
 
 def random_tensor(key: jax.Array, *, spec: TensorSpec, dtype: jnp.dtype) -> jax.Array:
