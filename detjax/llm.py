@@ -30,6 +30,7 @@ from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.llm_config import LLMConfig
@@ -41,7 +42,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
-from detjax.opening import load_on_devices
+from detjax.opening import load_draft_model, load_on_devices
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
@@ -89,6 +90,7 @@ class LLM:
         generation_config: str = "auto",
         chat_template: str | Path | None = None,
         cache_dir: str | Path | None = AUTO,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         num_processes: int = 1,
         show_progress: bool = True,
         progress: Progress = ignore_progress,
@@ -132,6 +134,9 @@ class LLM:
                 so that the next process starts quickly; what is read is verified. "auto": in the
                 user's cache folder, unless JAX has one already. None or "none", as the commands
                 say it: JAX's own settings stay as they are.
+            speculative_config: Where drafts come from, as `SpeculativeConfig.of` reads it:
+                `{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}`. It
+                changes no bit. None: as `mode` and `engine_options` say.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -149,6 +154,9 @@ class LLM:
         if generation_config not in ("auto", "none"):
             raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
         profile = _profile_of(profile, dtype)
+        speculative = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         recommended = default_sampling(folder) if generation_config == "auto" else {}
@@ -169,14 +177,25 @@ class LLM:
                 progress=told,
                 num_processes=num_processes,
             )
+            draft_model = None
+            if speculative and speculative.model:
+                draft_model = load_draft_model(
+                    speculative.model, model=loaded, tokenizer=tokenizer, progress=told
+                )
         sizes = dict(
             batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
             num_pages=num_pages, mode=mode, **engine_options,
         )  # fmt: skip
-        asked = {name: value for name, value in sizes.items() if value is not None}
-        engine = choose_sizes(loaded, asked, gpu_memory_utilization=gpu_memory_utilization)
-        config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason)
-        self._begin(loaded, tokenizer, config, sampling)
+        asked = speculative.engine_options() if speculative else {}
+        asked |= {name: value for name, value in sizes.items() if value is not None}
+        engine = choose_sizes(
+            loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
+        )
+        config = LLMConfig.of(
+            loaded, engine, name=str(model), folder=folder, backend_reason=reason,
+            speculative=speculative, draft_model=draft_model,
+        )  # fmt: skip
+        self._begin(loaded, tokenizer, config, sampling, draft_model=draft_model)
 
     @classmethod
     def of(
@@ -186,6 +205,7 @@ class LLM:
         config: LLMConfig,
         *,
         tracer: TracesEvents = NO_TRACE,
+        draft_model: LoadedModel | None = None,
     ) -> "LLM":
         """Allocate the cache of a model that is loaded.
 
@@ -197,13 +217,14 @@ class LLM:
             config: As `LLMConfig.of` returns it for `model`, with sizes such as `choose_sizes`
                 chooses.
             tracer: Of the engine: keeps a timeline.
+            draft_model: As `load_draft_model` returns it, if one makes the drafts.
 
         Raises:
             ValueError: If there is not enough memory.
         """
         llm = cls.__new__(cls)
         llm._show_progress, llm._num_processes = False, jax.process_count()
-        llm._begin(model, tokenizer, config, SamplingParams(), tracer)
+        llm._begin(model, tokenizer, config, SamplingParams(), tracer, draft_model)
         return llm
 
     def _begin(
@@ -213,16 +234,19 @@ class LLM:
         config: LLMConfig,
         sampling: SamplingParams,
         tracer: TracesEvents = NO_TRACE,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.default_sampling = sampling
-        check_memory(model, config.engine)
+        check_memory(model, config.engine, draft_model)
         grammars = Grammars(
             lambda: tokenizer.backend.to_str(),
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
         )
-        self.engine = Engine(model, config.engine, tracer=tracer, grammars=grammars)
+        self.engine = Engine(
+            model, config.engine, tracer=tracer, grammars=grammars, draft_model=draft_model
+        )
         is_bundled = config.folder == bundled_model_path()
         name = BUNDLED_NAME if is_bundled else config.name
         self._identifier = Identifier(model, tokenizer, name=name)
