@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.engine.config import EngineConfig
+from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import programs as programs_module
+from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.testing.bitwise import assert_bitwise_equal
@@ -174,6 +175,23 @@ def test_drafts_go_on_after_preemption_and_a_found_prefix(engine, draft):
     assert_same(made.generate(asked), expected)
     assert made.stats().prefix_tokens > 2 * 128
     assert made.stats().drafts["draft_model"].acceptance > 0.9
+
+
+def test_only_programs_that_are_compiled_ahead_have_run(programs, plain):
+    configs = [
+        EngineConfig(**SIZES, **DRAFT_MODEL, mode=mode, max_draft_batch=most)
+        for mode in ("invariant", "dvr")
+        for most in (0, 1)
+    ]
+    ahead = {
+        key
+        for config in configs
+        for key in program_keys(
+            ReplicaConfig.of(config, dp=1, page_len=128, steps_beat_xla=False)
+        )
+    }
+    assert set(programs) <= ahead
+    assert "decode fast draft_model 2x3 to 2 pages" in {key.name for key in ahead}
 
 
 def test_drafts_go_on_after_sleep(engine, draft, plain):

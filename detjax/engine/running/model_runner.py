@@ -375,11 +375,11 @@ class ModelRunner:
         size = _smallest(self._config.decode_sizes, rows)
         most_tokens = max(row.num_tokens for part in rows for row in part)
         length = self._config.decode_steps if most_tokens > 1 else 1
-        if weights == DRAFT_MODEL:
-            length = draft_len(self._config)
         is_committed = any(row.seq.is_drafted and not row.is_draft for part in rows for row in part)
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: KernelMode = "invariant" if is_canonical else "fast"
+        if weights == DRAFT_MODEL:
+            length, kernels = draft_len(self._config), "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
             self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len
