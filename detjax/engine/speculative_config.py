@@ -12,6 +12,8 @@ from detjax.engine.config import DRAFT_MODEL
 METHODS = ("ngram", DRAFT_MODEL)
 _MODEL_NEEDED = (DRAFT_MODEL,)
 _VERIFY_BATCHES = (1, 8)
+MOST_TOKENS = 64
+"""Most drafts of a window. Each counts only if all before it are right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +41,13 @@ class SpeculativeConfig:
         """Check every field."""
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} must be one of {list(METHODS)}")
-        for name, least in (("num_speculative_tokens", 1), ("disable_by_batch_size", 0)):
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MOST_TOKENS),
+            ("disable_by_batch_size", 0, 2**16),
+        ):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an integer from {least} to {most}")
         if not isinstance(self.model, str):
             raise ValueError(f"model={self.model!r} must be a text")
         if (self.method in _MODEL_NEEDED) != bool(self.model):

@@ -186,9 +186,7 @@ def test_only_programs_that_are_compiled_ahead_have_run(programs, plain):
     ahead = {
         key
         for config in configs
-        for key in program_keys(
-            ReplicaConfig.of(config, dp=1, page_len=128, steps_beat_xla=False)
-        )
+        for key in program_keys(ReplicaConfig.of(config, dp=1, page_len=128, steps_beat_xla=False))
     }
     assert set(programs) <= ahead
     assert "decode fast draft_model 2x3 to 2 pages" in {key.name for key in ahead}
@@ -361,6 +359,7 @@ def test_options_that_do_not_go_with_a_draft_model_are_refused(changes, message)
         ({"method": "draft_model"}, "model='' with method='draft_model': give one"),
         ({"method": "ngram", "model": "a"}, "leave it out"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "must be an integer from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must"),
         ({"method": "ngram", "disable_by_batch_size": -1}, "disable_by_batch_size=-1 must be"),
         ({"method": "ngram", "tokens": 2}, "'tokens' is no field"),
