@@ -15,7 +15,8 @@ from detjax.testing.folders import write_model_folder
 
 SIZES = {"max_len": 128, "batch_size": 2, "show_progress": False, "self_check": "off"}
 OTHER_VOCABULARY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256,
+    "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": True, "rope_theta": 10000.0,
