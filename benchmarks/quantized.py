@@ -4,11 +4,13 @@
 python -m benchmarks.quantized --folder /tmp/q --out rows.jsonl
 
 A bfloat16 folder of 8B shapes with random weights is written, and quantised by each scheme. Each
-folder is opened with packed and with expanded weights (`quantized_weights`). Answers to prompts of
-1 to 1000 tokens must have the same digests, and weights the same hash. A decode step's time is that
-of `generate` with 150 tokens less that with 30, over 120; the prompts are of 512 tokens, differ,
-and are cached. Prompts' times are of one prompt of 4000 tokens that is not. Exit status 3 if an
-answer or a hash differs.
+folder is opened with packed and with expanded weights (`quantized_weights`), and int8-w8a8 with
+8-bit activations as well. Answers to prompts of 1 to 1000 tokens must have the same digests alone
+and together. Packed and expanded weights must have equal digests and one hash. A decode step's time
+is that of `generate` with 150 tokens less that with 30, over 120; the prompts are of 512 tokens,
+differ, and are cached. Prompts' times are of one prompt of 4000 tokens that is not. A run is 512
+requests of 512 tokens, none cached, and 128 new tokens each. Exit status 3 if an answer or a hash
+differs.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from detjax.pallas_kernels.backend import Backend
 LENGTHS = (7, 300, 1000, 33, 64, 65, 1, 129)
 PROMPT_LEN, LONG_LEN = 512, 4000
 FEW, MANY = 30, 150
+RUN_REQUESTS, RUN_NEW = 512, 128
 STDERR = rich.console.Console(stderr=True)
 
 
@@ -77,11 +80,22 @@ def prefill_ms(llm: LLM) -> float:
     return statistics.median(seconds(llm, one(1001 + i)) for i in range(5)) * 1e3
 
 
-def digests(llm: LLM) -> tuple[str, ...]:
-    """Of sampled answers, together."""
+def run_s(llm: LLM) -> float:
+    """Seconds of a run of many requests."""
+    sampling = SamplingParams(max_tokens=RUN_NEW, ignore_eos=True)
+    return seconds(llm, [
+        Request(prompt_token_ids=prompt(PROMPT_LEN, 5000 + i), sampling=sampling)
+        for i in range(RUN_REQUESTS)
+    ])  # fmt: skip
+
+
+def digests(llm: LLM) -> tuple[tuple[str, ...], int]:
+    """Of sampled answers, together; and how many differ when they are asked for alone."""
     sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=1, ignore_eos=True)
     asked = [Request(prompt_token_ids=prompt(n, 2000 + n), sampling=sampling) for n in LENGTHS]
-    return tuple(answer.digest() for answer in llm.engine.generate(asked))
+    together = tuple(answer.digest() for answer in llm.engine.generate(asked))
+    alone = [llm.engine.generate([request])[0].digest() for request in asked]
+    return together, sum(map(str.__ne__, together, alone))
 
 
 def measure(folder: Path, mode: str, batches: list[int], cache_dir: str) -> tuple[dict, tuple]:
@@ -100,8 +114,11 @@ def measure(folder: Path, mode: str, batches: list[int], cache_dir: str) -> tupl
         "prefill_ms": prefill_ms(llm),
         "step_ms": {str(batch): round(step_ms(llm, batch), 3) for batch in batches},
         "step_prompt_tokens": PROMPT_LEN,
+        "run_s": run_s(llm),
+        "run": f"{RUN_REQUESTS} x ({PROMPT_LEN} + {RUN_NEW})",
     }
-    same = digests(llm), llm.identity().model["weights"]
+    together, row["different_alone"] = digests(llm)
+    same = together, llm.identity().model["weights"]
     del llm, params
     gc.collect()
     return row, same
@@ -127,7 +144,7 @@ def main() -> None:
     run = functools.partial(measure, batches=args.batches, cache_dir=str(base / "programs"))
     row, _ = run(base / "bf16", "auto")
     keep(scheme="bfloat16", weights="bfloat16", **row)
-    is_good = True
+    is_good = not row["different_alone"]
     for scheme in args.schemes:
         folder = base / scheme
         began = time.perf_counter()
@@ -135,16 +152,19 @@ def main() -> None:
             quantize_folder(base / "bf16", folder, RECIPES[scheme], progress=ignore_progress)
         quantize_s = time.perf_counter() - began
         row, packed = run(folder, "packed")
-        row |= {"quantize_s": quantize_s}
+        keep(scheme=scheme, weights="packed", **row, quantize_s=quantize_s)
+        is_good &= not row["different_alone"]
+        if scheme == "int8-w8a8":
+            row, w8a8 = run(folder, "w8a8")
+            row |= {"is_same_hash": packed[1] == w8a8[1]}
+            keep(scheme=scheme, weights="w8a8", **row)
+            is_good &= not row["different_alone"] and row["is_same_hash"]
         if args.expanded is None or scheme in args.expanded:
-            keep(scheme=scheme, weights="packed", **row)
             row, expanded = run(folder, "expanded")
             row |= {"different_digests": sum(map(str.__ne__, packed[0], expanded[0]))}
             row |= {"is_same_hash": packed[1] == expanded[1], "answers": len(packed[0])}
             keep(scheme=scheme, weights="expanded", **row)
             is_good &= packed == expanded
-        else:
-            keep(scheme=scheme, weights="packed", **row)
     show(rows.rows)
     sys.exit(0 if is_good else 3)
 
@@ -152,12 +172,14 @@ def main() -> None:
 def show(rows: list[dict]) -> None:
     """A table of the rows."""
     batches = list(rows[0]["step_ms"])
-    table = rich.table.Table("scheme", "weights", "GiB", *[f"step {b}" for b in batches], "4000")
+    table = rich.table.Table(
+        "scheme", "weights", "GiB", *[f"step {b}" for b in batches], "4000", "run"
+    )
     for row in rows:
         steps = [f"{row['step_ms'][b]:.2f}" for b in batches]
         table.add_row(
             row["scheme"], row["weights"], f"{row['weights_gib']:.2f}", *steps,
-            f"{row['prefill_ms']:.1f}",
+            f"{row['prefill_ms']:.1f}", f"{row['run_s']:.2f}",
         )  # fmt: skip
     STDERR.print(table)
 

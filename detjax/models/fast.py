@@ -30,7 +30,7 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, expanded
+from detjax.pallas_kernels.linear.quantized import QUANTIZED, AnyMatrix, expanded
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
@@ -150,8 +150,8 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
     if name not in LARGEST:
         raise ValueError(f"dtype={name} must be one of {list(LARGEST)}")
 
-    def narrow(w: jax.Array | QuantizedMatrix) -> dict:
-        if isinstance(w, QuantizedMatrix):
+    def narrow(w: AnyMatrix) -> dict:
+        if isinstance(w, QUANTIZED):
             raise ValueError(
                 "8-bit drafts of weights that are quantised already are not supported; use "
                 "draft_weights='full', or quantized_weights='expanded'"

@@ -32,7 +32,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -186,7 +186,7 @@ def attend(
         eps=config.rms_norm_eps,
         profile=ctx.profile,
         backend=ctx.backend,
-        prefetch=None if isinstance(weights["o"], QuantizedMatrix) else weights["o"],
+        prefetch=None if is_quantized(weights["o"]) else weights["o"],
     )
     return pages, out.reshape(batch * length, -1)
 
@@ -391,7 +391,7 @@ def parts_in_columns(partial: Float32[Array, "... M D"]) -> Float32[Array, "M X"
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
-    w: Activation[Array, "D i"] | QuantizedMatrix,
+    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix,
     residual: Activation[Array, "R D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],

@@ -23,13 +23,20 @@ from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
+from detjax.models.quantization.scheme import QuantizationScheme, as_w8a8
 from detjax.models.rope import rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import check_params, ignore_progress, load_params
 from detjax.models.weights.named import load_named_params
-from detjax.models.weights.packed import MODES, has_packed, with_packed_specs
+from detjax.models.weights.packed import (
+    MODES,
+    MatrixForm,
+    has_packed,
+    with_packed_specs,
+    with_scale_code_of,
+)
 from detjax.models.weights.random_weights import random_params
 from detjax.models.weights.saved import (
     check_can_save,
@@ -56,7 +63,7 @@ class LoadedModel:
 
     `weight_cast` names the conversion that was asked for when they were read, such as "float16 to
     bfloat16"; `quantization` names the format that the weights were expanded from. Both are in the
-    fingerprint.
+    fingerprint. `matrix_form` says how quantised matrices lie on the devices.
     """
 
     config: ModelConfig
@@ -70,7 +77,7 @@ class LoadedModel:
     folder: Path | None
     weight_cast: str = NO_CAST
     quantization: str = NOT_QUANTIZED
-    keeps_packed: bool = False
+    matrix_form: MatrixForm = MatrixForm.EXPANDED
 
     @property
     def num_kv_slots(self) -> int:
@@ -145,7 +152,7 @@ class LoadedModel:
         profile = self.profile
         if (folder / "config.json").is_file():
             _check_config(folder, self.config)
-        scheme = read_quantization(folder)
+        scheme = _scheme_of(folder, self.matrix_form)
         quantization = NOT_QUANTIZED if scheme is None else str(scheme)
         if quantization != self.quantization:
             raise ValueError(
@@ -185,17 +192,17 @@ class LoadedModel:
             dtype=self.profile.param_dtype,
             vocab_block=self.profile.vocab_block,
             cast_weights=self._cast_weights,
-            keeps_packed=self.keeps_packed,
+            form=self.matrix_form,
         )
         if changed := sorted(before.items() ^ _file_states(folder).items()):
             raise ValueError(
                 f"{folder / changed[0][0]} changed while it was read; write weights to a folder of "
                 "their own, and ask when it is complete"
             )
-        return params
+        return with_scale_code_of(params, self._own_weights())
 
     def _refuse_packed(self, what: str) -> None:
-        if self.keeps_packed and has_packed(self.params):
+        if self.matrix_form is not MatrixForm.EXPANDED and has_packed(self.params):
             raise ValueError(
                 f"weights that lie on the devices quantised cannot {what}; load the model with "
                 "quantized_weights='expanded'"
@@ -292,7 +299,7 @@ def place_model(
     folder: Path | None,
     weight_cast: str = NO_CAST,
     quantization: str = NOT_QUANTIZED,
-    keeps_packed: bool = False,
+    matrix_form: MatrixForm = MatrixForm.EXPANDED,
     max_len: int | None = None,
 ) -> LoadedModel:
     """Check that the model can run on the mesh, then make its weights there.
@@ -308,7 +315,7 @@ def place_model(
         folder: Where the weights come from.
         weight_cast: What was done to them when they were read, as the fingerprint says it.
         quantization: The format that they were expanded from, as the fingerprint says it.
-        keeps_packed: Whether matrices of that format stay quantised on the devices.
+        matrix_form: How matrices of that format lie on the devices.
         max_len: Shortens the model's context, and with it the tables of its rotary embedding, to
             what will be used; changes no bit. None leaves it as the model has it.
 
@@ -359,7 +366,7 @@ def place_model(
         folder=folder,
         weight_cast=weight_cast,
         quantization=quantization,
-        keeps_packed=keeps_packed,
+        matrix_form=matrix_form,
     )
 
 
@@ -410,7 +417,9 @@ def load_model(
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
             codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on one Hopper
-            GPU a replica. Changes no bit.
+            GPU a replica. These change no bit. "w8a8" multiplies 8-bit integers with activations
+            that are quantised by token, as the checkpoint asks: another function, which the
+            fingerprint names.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
@@ -422,12 +431,11 @@ def load_model(
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
-    is_saved, scheme = has_saved_params(folder), read_quantization(folder)
+    is_saved, is_quantized = has_saved_params(folder), read_quantization(folder) is not None
+    form = _matrix_form(quantized_weights, is_quantized, profile, backend, tp=mesh.shape[TP_AXIS])
+    scheme = _scheme_of(folder, form)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
-    keeps_packed = _keeps_packed(
-        quantized_weights, scheme is not None, profile, backend, tp=mesh.shape[TP_AXIS]
-    )
     if is_saved:
         weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
     else:
@@ -444,7 +452,7 @@ def load_model(
             vocab_block=vocab_block,
             progress=progress,
             cast_weights=cast_weights,
-            keeps_packed=keeps_packed,
+            form=form,
         )
 
     return place_model(
@@ -456,15 +464,25 @@ def load_model(
         folder=folder,
         weight_cast=weight_cast,
         quantization=NOT_QUANTIZED if scheme is None else str(scheme),
-        keeps_packed=keeps_packed,
+        matrix_form=form,
         max_len=max_len,
     )
 
 
-def _keeps_packed(
+def _scheme_of(folder: Path, form: MatrixForm) -> QuantizationScheme | None:
+    """How a folder's weights are quantised, and multiplied where they lie in this form.
+
+    Raises:
+        ValueError: If `config.json` asks for another kind of activations.
+    """
+    scheme = read_quantization(folder)
+    return scheme if scheme is None or form is not MatrixForm.W8A8 else as_w8a8(scheme)
+
+
+def _matrix_form(
     mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend, *, tp: int
-) -> bool:
-    """Whether matrices stay quantised on the devices.
+) -> MatrixForm:
+    """How quantised matrices lie on the devices.
 
     Raises:
         ValueError: If `mode` is unknown, or asks for what the model or the profile does not allow.
@@ -473,23 +491,29 @@ def _keeps_packed(
         raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
     reads_codes = KERNELS[backend].reads_codes
-    if mode != "packed":
-        return mode == "auto" and is_quantized and is_bfloat16 and reads_codes and tp == 1
+    if mode in ("auto", "expanded"):
+        packs = mode == "auto" and is_quantized and is_bfloat16 and reads_codes and tp == 1
+        return MatrixForm.PACKED if packs else MatrixForm.EXPANDED
     if not is_quantized:
         raise ValueError(
-            "quantized_weights='packed' needs a quantised model, and this one is not; leave it out"
+            f"quantized_weights={mode!r} needs a quantised model, and this one is not; leave it out"
         )
-    if not is_bfloat16:
+    if not is_bfloat16 or mode == "w8a8" and profile.activation_dtype.name != "bfloat16":
         raise ValueError(
-            f"quantized_weights='packed' does not go with {profile.param_dtype.name} weights; "
-            "use 'expanded', or dtype bfloat16"
+            f"quantized_weights={mode!r} does not go with {profile.param_dtype.name} weights and "
+            f"{profile.activation_dtype.name} compute; use 'expanded', or dtype bfloat16"
+        )
+    if mode == "w8a8" and tp > 1:
+        raise ValueError(
+            f"quantized_weights='w8a8' with {tp=} is not implemented: ranks do not share the "
+            "greatest value of a row yet; use tp=1, or 'auto'"
         )
     if reads_codes and tp > 1:
         raise ValueError(
             f"quantized_weights='packed' with {tp=} has not been run on several GPUs; use "
             "'expanded', or tp=1"
         )
-    return True
+    return MatrixForm.W8A8 if mode == "w8a8" else MatrixForm.PACKED
 
 
 @finishes_before_exit

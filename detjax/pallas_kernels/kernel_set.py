@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
 
 Gains = tuple[jax.Array, jax.Array] | None
 
@@ -94,6 +95,24 @@ class KernelSet(Protocol):
         self, x, w, residual, bias, gain, *, reduction: Reduction, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `linear.api.linear_add_rms_norm`."""
+        ...
+
+    def quantize_rows(self, x) -> QuantizedRows:
+        """See `linear.w8a8.quantize_rows`."""
+        ...
+
+    def rms_norm_quantize(self, x, gain, *, eps: float) -> QuantizedRows:
+        """See `linear.w8a8.rms_norm_quantize`."""
+        ...
+
+    def w8a8_product(
+        self, x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+    ) -> jax.Array:
+        """See `linear.w8a8.product`."""
+        ...
+
+    def w8a8_swiglu(self, x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `linear.w8a8.product_swiglu`."""
         ...
 
     def rms_norm(self, x, gain, *, eps: float) -> jax.Array:

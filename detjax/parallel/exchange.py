@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Float32, Int32, UInt32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
@@ -358,7 +358,7 @@ def adds_tiles(exchange: Exchange | None, x, w, *, backend: Backend) -> bool:
 def linear_exchange_add_rms_norm(
     exchange: Exchange,
     x: Activation[Array, "M i"],
-    w: Activation[Array, "D i"] | QuantizedMatrix,
+    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],

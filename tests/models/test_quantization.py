@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from detjax import models, quantize
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.errors import SelfCheckError
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models import loading
@@ -27,10 +31,11 @@ from detjax.models.quantization.rounding import to_bfloat16, to_float8
 from detjax.models.quantization.scheme import parse_quantization
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
-from detjax.models.weights.packed import has_packed, stays_packed
+from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.quantized import CodeType
+from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, W8A8Matrix
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
@@ -336,6 +341,137 @@ def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_pa
         model.save(tmp_path / "saved")
 
 
+def test_packed_weights_are_replaced_by_those_of_other_scales(tmp_path):
+    scheme = RECIPES["int8-w8a16"]
+    quantize_folder(BUNDLED, tmp_path / "q", scheme, progress=ignore_progress)
+    model = opened(tmp_path / "q", mode="packed")
+    down = model.params["layers"][0]["down"]
+    assert down.has_small_scales
+    large = shutil.copytree(tmp_path / "q", tmp_path / "large")
+    tensors = load_file(large / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name] * np.float32(2.0**12).astype(tensors[name].dtype)
+    save_file(tensors, large / "model.safetensors")
+    with pytest.raises(ValueError, match=r"scales of weight .*'down'.* are outside of"):
+        model.read_folder(large)
+    # Code for scales of any size takes small ones as well.
+    other = opened(large, mode="packed")
+    assert not other.params["layers"][0]["down"].has_small_scales
+    other.replace_weights(other.read_folder(tmp_path / "q"))
+    assert digests(other) == digests(model)
+
+
+def w8a8_folder(tmp_path: Path) -> Path:
+    quantize_folder(BUNDLED, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
+    return tmp_path / "q"
+
+
+def test_8_bit_activations_are_another_function_with_the_same_weights(tmp_path):
+    folder = w8a8_folder(tmp_path)
+    both, plain = opened(folder, mode="w8a8"), opened(folder)
+    down = both.params["layers"][0]["down"]
+    assert isinstance(down, W8A8Matrix) and down.values.dtype == np.int8
+    assert not isinstance(both.params["lm_head"], W8A8Matrix)
+    assert both.quantization.endswith("multiplied with activations of 8-bit int, dynamic by token")
+    assert both.fingerprint != plain.fingerprint
+    hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (both, plain)}
+    assert len(hashes) == 1
+    assert digests(both) != digests(plain)
+    # The hash of weights can fail: a weight that is one off is seen.
+    other = dataclasses.replace(down, values=down.values.at[0, 0].add(1))
+    both.params["layers"][0]["down"] = other
+    assert Identifier(both, name="q", tokenizer=None).weights() not in hashes
+
+
+def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(tmp_path, monkeypatch):
+    model = opened(w8a8_folder(tmp_path), mode="w8a8")
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
+    prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)), [5] * 17)
+    requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
+
+    def found(requests: list[Request], batch_size: int = 4, **options) -> list[str]:
+        options = {"prefill_chunk": 64, **options}
+        config = EngineConfig(batch_size=batch_size, max_len=64, **options)
+        return [answer.digest() for answer in Engine(model, config).generate(requests)]
+
+    together = found(requests)
+    assert [found([request])[0] for request in requests] == together
+    assert found(requests, prefill_chunk=16, batch_size=2) == together
+    assert found(requests, mode="dvr", verify_window=4) == together
+    # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
+    rows_alone = portable.quantize_rows
+
+    def by_tensor(x):
+        rows = rows_alone(x)
+        peak = jnp.max(rows.scales)
+        values = jnp.round(x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(jnp.int8)
+        return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
+
+    monkeypatch.setattr(portable, "quantize_rows", by_tensor)
+    monkeypatch.setattr(
+        portable, "rms_norm_quantize",
+        lambda x, gain, eps: by_tensor(portable.rms_norm(x, gain, eps=eps)),
+    )  # fmt: skip
+    model = opened(tmp_path / "q", mode="w8a8")
+    alone = [found([request], self_check="off")[0] for request in requests]
+    assert alone != found(requests, self_check="off")
+    with pytest.raises(SelfCheckError, match="different bits"):
+        found(requests)
+
+
+def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
+    folder = w8a8_folder(tmp_path)
+    model = opened(folder, mode="w8a8")
+    before = digests(model)
+    model.replace_weights(model.read_folder(folder))
+    assert digests(model) == before
+    model.check_folder(folder)
+    with pytest.raises(ValueError, match="cannot take tensors by name"):
+        model.named_weights([])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tp", "message"),
+    [
+        ("int8-w8a8", 2, "tp=2 is not implemented"),
+        ("int8-w8a16", 1, "needs symmetric int8 weights .* this checkpoint has weights of"),
+        ("fp8-dynamic", 1, "this checkpoint has weights of the format"),
+    ],
+)
+def test_8_bit_activations_are_refused_by_reason(tmp_path, scheme, tp, message):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path / "q", tp, "w8a8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dynamic", False, "activations of '8-bit int, static by token'"),
+        ("symmetric", False, "activations of '8-bit int with zero points, dynamic by token'"),
+        ("strategy", "tensor", "activations of '8-bit int, dynamic by tensor'"),
+    ],
+)
+def test_other_activations_are_refused(tmp_path, key, value, message):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
+    path = tmp_path / "q" / "config.json"
+    config = json.loads(path.read_text())
+    [group] = config["quantization_config"]["config_groups"].values()
+    group["input_activations"][key] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path / "q", mode="w8a8")
+
+
+def test_experts_of_8_bits_are_refused_with_8_bit_activations(tmp_path):
+    folder = folder_of("qwen3_moe", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
+    with pytest.raises(ValueError, match="as an expert's is not"):
+        opened(tmp_path / "q", mode="w8a8")
+
+
 @pytest.mark.parametrize(
     ("quantized", "mode", "message"),
     [
@@ -361,13 +497,15 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
     ],
 )  # fmt: skip
 def test_where_weights_stay_packed(mode, backend, tp, is_packed):
-    assert loading._keeps_packed(mode, True, NumericsProfile(), backend, tp=tp) == is_packed
+    form = MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED
+    assert loading._matrix_form(mode, True, NumericsProfile(), backend, tp=tp) is form
     wide = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     if mode == "packed":
         with pytest.raises(ValueError, match="does not go with float32 weights"):
-            loading._keeps_packed(mode, True, wide, backend, tp=tp)
+            loading._matrix_form(mode, True, wide, backend, tp=tp)
     else:
-        assert not loading._keeps_packed(mode, True, wide, backend, tp=tp)
+        found = loading._matrix_form(mode, True, wide, backend, tp=tp)
+        assert found is MatrixForm.EXPANDED
 
 
 @pytest.mark.parametrize(
@@ -383,12 +521,13 @@ def test_int8_with_zero_points_is_expanded(tmp_path, name, is_packed):
     )  # fmt: skip
     stored = StoredTensor(file=tmp_path, rows=rows, shape=rows.shape, dtype="BF16")
     param = ParamSpec(tensors=(spec,), shape=spec.shape, partition=spec.partition)
-    assert stays_packed(param, {spec.hf_name: stored}, 1) == is_packed
+    form = kept_form(param, {spec.hf_name: stored}, 1, MatrixForm.PACKED)
+    assert form is (MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED)
 
 
 def test_packed_weights_on_several_gpus_are_refused():
     with pytest.raises(ValueError, match="tp=2 has not been run on several GPUs"):
-        loading._keeps_packed("packed", True, NumericsProfile(), Backend.SM90, tp=2)
+        loading._matrix_form("packed", True, NumericsProfile(), Backend.SM90, tp=2)
 
 
 @pytest.mark.parametrize("name", CASES)

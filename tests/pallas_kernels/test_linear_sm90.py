@@ -536,7 +536,7 @@ def test_tiles_of_products_that_normalise_fit(width):
             assert isinstance(tiles, FlatTiles) and tiles.held is not None
             assert tiles.held.channels == width
             # Enough in flight, on 96 CTAs, for the device memory's rate times its latency.
-            assert 96 * tiles.stages * tiles.stage_bytes >= 7 << 20
+            assert 96 * tiles.stages * tiles.stage_bytes() >= 7 << 20
 
 
 # --- on a Hopper GPU -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Every key is known or refused, as in `hf_config`: a key that is skipped may be o
 weight.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class QuantizationScheme:
         zero_offset: What is added to a stored zero point.
         activations: What the checkpoint does to activations, such as "8-bit float, dynamic by
             token"; empty if nothing.
+        is_w8a8: Whether that is done; else activations stay as they are.
     """
 
     method: str
@@ -46,6 +48,7 @@ class QuantizationScheme:
     has_zero_points: bool = False
     zero_offset: int = 0
     activations: str = ""
+    is_w8a8: bool = False
 
     def __str__(self) -> str:
         """What identity and fingerprint say of it."""
@@ -56,10 +59,38 @@ class QuantizationScheme:
             f"{columns} input channels" if rows == 1 else f"{rows} x {columns} block"
         )
         zero = " and a zero point" if self.has_zero_points else ""
-        text = f"{self.method}: {kind} with a scale{zero} for each {share}, expanded to bfloat16"
+        text = f"{self.method}: {kind} with a scale{zero} for each {share}"
+        if self.is_w8a8:
+            return f"{text}, multiplied with activations of {self.activations}"
+        text += ", expanded to bfloat16"
         if self.activations:
             text += f"; activations stay bfloat16 where the checkpoint asks for {self.activations}"
         return text
+
+
+W8A8_ACTIVATIONS = "8-bit int, dynamic by token"
+"""What a checkpoint asks for that detjax can do to activations."""
+
+
+def as_w8a8(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme with the activations that the checkpoint asks for.
+
+    Raises:
+        ValueError: If it asks for others than 8-bit integers by token, or its weights are not 8-bit
+            integers with one scale a tensor or output channel.
+    """
+    is_int8 = scheme.layout == "plain" and not scheme.is_float and scheme.num_bits == 8
+    if not is_int8 or scheme.has_zero_points or scheme.block[1]:
+        refused = f"weights of the format {str(scheme)!r}"
+    elif scheme.activations != W8A8_ACTIVATIONS:
+        refused = f"activations of {scheme.activations or 'bfloat16'!r}"
+    else:
+        return dataclasses.replace(scheme, is_w8a8=True)
+    raise ValueError(
+        "quantized_weights='w8a8' needs symmetric int8 weights with a scale for each tensor or "
+        f"output channel and activations of {W8A8_ACTIVATIONS!r}; this checkpoint has {refused}; "
+        "use quantized_weights='auto'"
+    )
 
 
 def parse_quantization(config: Mapping[str, Any]) -> QuantizationScheme | None:
@@ -225,13 +256,15 @@ def _activations(group: _Settings) -> str:
     inputs.one_of("num_bits", 8)
     strategy = inputs.one_of("strategy", "tensor", "token", "group")
     dynamic = inputs.one_of("dynamic", True, False, "local", default=False)
+    is_symmetric = inputs.one_of("symmetric", True, False, default=True)
     for key in (
-        *("symmetric", "group_size", "block_structure", "actorder", "observer"),
+        *("group_size", "block_structure", "actorder", "observer"),
         *("observer_kwargs", "scale_dtype", "zp_dtype"),
     ):
         inputs.take(key)
     inputs.all_read()
-    return f"8-bit {kind}, {'dynamic' if dynamic else 'static'} by {strategy}"
+    zeros = "" if is_symmetric else " with zero points"
+    return f"8-bit {kind}{zeros}, {'dynamic' if dynamic else 'static'} by {strategy}"
 
 
 def _fp8(settings: _Settings) -> QuantizationScheme:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import Params, ParamSpec, TensorSpec, join, separate
 from detjax.models.weights.packed import join_packed
-from detjax.pallas_kernels.linear.quantized import AnyMatrix, QuantizedMatrix
+from detjax.pallas_kernels.linear.quantized import QUANTIZED, AnyMatrix
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -40,8 +40,8 @@ def assemble(
         parts = [make(tensor) for tensor in spec.tensors]
         if len(parts) == 1:
             return parts[0]
-        packed = [part for part in parts if isinstance(part, QuantizedMatrix)]
-        plain = [part for part in parts if not isinstance(part, QuantizedMatrix)]
+        packed = [part for part in parts if isinstance(part, QUANTIZED)]
+        plain = [part for part in parts if not isinstance(part, QUANTIZED)]
         joined = join_packed(packed, spec, mesh) if packed else _joiner(mesh, spec.partition)(plain)
         for leaf in jax.tree.leaves(parts):
             leaf.delete()

@@ -17,7 +17,13 @@ from detjax.models.config import ModelConfig
 from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
 from detjax.models.weights import blake3
 from detjax.models.weights.device_hashing import UNIT_BYTES, hash_units
-from detjax.pallas_kernels.linear.quantized import AnyMatrix, QuantizedMatrix, expanded
+from detjax.pallas_kernels.linear.quantized import (
+    AnyMatrix,
+    QuantizedMatrix,
+    W8A8Matrix,
+    expanded,
+    is_quantized,
+)
 from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.parallel.mesh import TP_AXIS
 
@@ -47,7 +53,7 @@ def hash_weights(params: Params, config: ModelConfig, mesh: Mesh, *, vocab_block
     tp = mesh.shape[TP_AXIS]
     specs = param_specs(config, tp=tp, vocab_block=vocab_block)
     own = {name: params[name] for name in specs}
-    arrays = jax.tree.leaves(own, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
+    arrays = jax.tree.leaves(own, is_leaf=is_quantized)
     pairs = list(zip(jax.tree.leaves(specs), arrays, strict=True))
     places = [_places(spec, array, tp=tp) for spec, array in pairs]
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
@@ -95,7 +101,7 @@ def _host_hashes(spec: ParamSpec, array: AnyMatrix, *, tp: int) -> list[str]:
 def _expanded(array: AnyMatrix) -> jax.Array:
     """What a quantised matrix stands for, made for as long as it is hashed."""
     if not isinstance(array, QuantizedMatrix):
-        return array
+        return jax.jit(expanded)(array) if isinstance(array, W8A8Matrix) else array
     is_whole = len(array.codes.sharding.device_set) == 1
     return expand(array) if is_whole and _is_on_hopper(array) else jax.jit(expanded)(array)
 

@@ -21,7 +21,7 @@ from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor, open_tensors
-from detjax.models.weights.packed import place_packed, stays_packed
+from detjax.models.weights.packed import MatrixForm, kept_form, place_packed, place_w8a8
 from detjax.models.weights.place import ExpertRows, place_tensor
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 
@@ -52,7 +52,7 @@ def load_params(
     vocab_block: int,
     progress: Progress = ignore_progress,
     cast_weights: str = NO_CAST,
-    keeps_packed: bool = False,
+    form: MatrixForm = MatrixForm.EXPANDED,
 ) -> Params:
     """Read a Hugging Face folder's safetensors onto `mesh`.
 
@@ -70,8 +70,8 @@ def load_params(
         progress: Called after each tensor, and once for one projection of a layer's experts.
         cast_weights: "bfloat16" allows float16 tensors to be rounded to it; `find_cast` names what
             is rounded.
-        keeps_packed: Whether matrices that are quantised stay so, where `stays_packed`; else they
-            become the bfloat16 matrices that they stand for.
+        form: How matrices that are quantised lie on the devices, where `kept_form` says so; the
+            others become the bfloat16 matrices that they stand for.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -96,19 +96,21 @@ def load_params(
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
-        packed = {
-            tensor.hf_name
+        forms = {
+            tensor.hf_name: kept
             for spec in made
+            for kept in [kept_form(spec, tensors, mesh.shape["tp"], form)]
             for tensor in spec.tensors
-            if keeps_packed and stays_packed(spec, tensors, mesh.shape["tp"])
         }
 
         def read(spec: TensorSpec) -> AnyMatrix:
             sources = [tensors[name] for name in spec.hf_names]
             name = f"{spec.hf_names[0]!r} in {sources[0].file}"
             rows = sources[0].rows
-            if spec.hf_name in packed:
+            if forms[spec.hf_name] is MatrixForm.PACKED:
                 return place_packed(rows, spec, mesh, name=name)
+            if forms[spec.hf_name] is MatrixForm.W8A8:
+                return place_w8a8(rows, spec, mesh, name=name)
             if spec.num_experts:
                 name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
             return place_tensor(rows, spec, mesh, dtype=target, name=name)

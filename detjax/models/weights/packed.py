@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised tensors that stay quantised on the devices: codes, scales and zero points."""
 
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import ParamRole, ParamSpec, TensorSpec
-from detjax.models.quantization.expand import ExpandedRows
+from detjax.models.quantization.expand import SIGN_BIT, ExpandedRows
 from detjax.models.weights.files import StoredTensor
 from detjax.models.weights.place import read_shard
 from detjax.pallas_kernels.linear.quantized import (
@@ -21,18 +23,55 @@ from detjax.pallas_kernels.linear.quantized import (
     WORDS_PER_LINE,
     CodeType,
     QuantizedMatrix,
+    W8A8Matrix,
     can_pack,
+    is_quantized,
     pack_codes,
 )
 
 LEAST_SCALE_ON_CPU = 1e-30
 """XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
 
-MODES = ("auto", "packed", "expanded")
-"""How quantised weights lie on the devices: as codes, or as the bfloat16 that they stand for."""
+MODES = ("auto", "packed", "expanded", "w8a8")
+"""How quantised weights lie on the devices, as `MatrixForm`; auto is one of the first two."""
 
 
-def stays_packed(param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int) -> bool:
+class MatrixForm(enum.Enum):
+    """What a quantised matrix is on the devices."""
+
+    EXPANDED = "the bfloat16 matrix that it stands for"
+    PACKED = "its codes, which products widen to that matrix"
+    W8A8 = "8-bit integers, multiplied with activations of 8-bit integers"
+
+
+def kept_form(
+    param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int, form: MatrixForm
+) -> MatrixForm:
+    """How the tensors of a parameter lie on the devices, where `form` is that of the model.
+
+    Raises:
+        ValueError: If it is `W8A8` and a quantised tensor is of another kind.
+    """
+    if form is MatrixForm.PACKED and _stays_packed(param, tensors, tp):
+        return form
+    if form is not MatrixForm.W8A8:
+        return MatrixForm.EXPANDED
+    stored = [tensors[name] for spec in param.tensors for name in spec.hf_names]
+    quantized = [it for it in stored if isinstance(it.rows, ExpandedRows)]
+    if not quantized:
+        return MatrixForm.EXPANDED
+    is_matrix = all(
+        spec.role is ParamRole.MATRIX and not _is_padded(spec) for spec in param.tensors
+    )
+    if not is_matrix or len(quantized) < len(stored):
+        raise ValueError(
+            f"{quantized[0].rows.name} is not a whole matrix of 8-bit integers that activations of "
+            "8-bit integers can multiply, as an expert's is not; use quantized_weights='auto'"
+        )
+    return form
+
+
+def _stays_packed(param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int) -> bool:
     """Whether the devices hold a parameter's codes: a matrix whose tensors are quantised alike."""
     specs = param.tensors
     if any(spec.role is not ParamRole.MATRIX or _is_padded(spec) for spec in specs):
@@ -143,9 +182,50 @@ class _Source:
         return self._read(*index)
 
 
-def join_packed(parts: Sequence[QuantizedMatrix], spec: ParamSpec, mesh: Mesh) -> QuantizedMatrix:
+def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
+    """Put a tensor of 8-bit integers with a scale a row where its spec says, as it is.
+
+    Args:
+        rows: The tensor of the checkpoint, of a scheme that `why_not_w8a8` allows.
+        spec: Where rows and columns go.
+        mesh: Has the axes "dp" and "tp".
+        name: Of the tensor, and where it comes from, for errors.
+
+    Raises:
+        ValueError: If a scale is not finite.
+    """
+    by_rows, by_columns = _axes(spec)
+
+    def values(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax passes None only for shapes it does not know
+        bounds = tuple(i.indices(n)[:2] for i, n in zip(index, spec.shape, strict=True))
+        part = read_shard(_Source(rows.unsigned_codes), spec, np.uint8, name, bounds)
+        return (part ^ np.uint8(SIGN_BIT)).view(np.int8)
+
+    def scales(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        bounds = (index[0].indices(spec.shape[0])[:2], (0, 1))
+        source = _Source(lambda rows_, groups: rows.group_scales(rows_, groups).astype(np.float32))
+        return read_shard(source, spec, np.float32, name, bounds).reshape(-1)
+
+    make = jax.make_array_from_callback
+    of_values = NamedSharding(mesh, PartitionSpec(by_rows, by_columns))
+    of_scales = NamedSharding(mesh, PartitionSpec(by_rows))
+    return W8A8Matrix(
+        values=make(spec.shape, of_values, values, jnp.int8).block_until_ready(),
+        scales=make(spec.shape[:1], of_scales, scales, jnp.float32).block_until_ready(),
+    )
+
+
+def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedMatrix | W8A8Matrix:
     """Store quantised tensors as one parameter: each rank's rows of the first, then of the next."""
     first = parts[0]
+    if isinstance(first, W8A8Matrix):
+        rows, columns = _axes(spec)
+        return W8A8Matrix(
+            values=_joiner(mesh, PartitionSpec(rows, columns), 0)([it.values for it in parts]),
+            scales=_joiner(mesh, PartitionSpec(rows), 0)([it.scales for it in parts]),
+        )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])
     return QuantizedMatrix(
         codes=_joiner(mesh, of_codes, 0)([part.codes for part in parts]),
@@ -176,18 +256,35 @@ def with_packed_specs(specs: Any, params: Any) -> Any:
     """The tree of `PartitionSpec` that goes with parameters of which some are packed."""
 
     def spec(array, of_plain):
-        if not _is_packed(array):
+        if not is_quantized(array):
             return of_plain
         return jax.tree.map(lambda leaf: leaf.sharding.spec, array)
 
     own = {name: params[name] for name in specs}
-    return jax.tree.map(spec, own, specs, is_leaf=_is_packed)
+    return jax.tree.map(spec, own, specs, is_leaf=is_quantized)
+
+
+def with_scale_code_of(params: Any, old: Any) -> Any:
+    """New parameters with the `has_small_scales` of those whose programs are compiled.
+
+    Raises:
+        ValueError: If scales are outside of the limits that these programs were compiled for.
+    """
+
+    def align(path, new, have):
+        if not isinstance(new, QuantizedMatrix) or not isinstance(have, QuantizedMatrix):
+            return new
+        if have.has_small_scales and not new.has_small_scales:
+            raise ValueError(
+                f"scales of weight {jax.tree_util.keystr(path)} are outside of {SCALE_LIMITS}, and "
+                "those of the model's first weights were inside; load the model with the new "
+                "weights, or with quantized_weights='expanded'"
+            )
+        return dataclasses.replace(new, has_small_scales=have.has_small_scales)
+
+    return jax.tree_util.tree_map_with_path(align, params, old, is_leaf=is_quantized)
 
 
 def has_packed(params: Any) -> bool:
     """Whether any matrix lies on the devices packed."""
-    return any(map(_is_packed, jax.tree.leaves(params, is_leaf=_is_packed)))
-
-
-def _is_packed(node: Any) -> bool:
-    return isinstance(node, QuantizedMatrix)
+    return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))

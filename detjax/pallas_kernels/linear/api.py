@@ -7,12 +7,14 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
+from detjax.pallas_kernels.linear import w8a8
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
+from detjax.pallas_kernels.rms_norm.api import rms_norm
 
 
 def linear(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "O I"] | QuantizedMatrix,
+    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     out_dtype: jnp.dtype,
@@ -21,6 +23,9 @@ def linear(
     """Multiply by a weight matrix whose outputs are split over ranks, if at all.
 
     `out[m, o] = round(sum_i(x[m, i] * w[o, i]) + bias[o])`
+
+    Here and below, a `W8A8Matrix` is multiplied as `w8a8.product` says, with rows of
+    `w8a8.quantize_rows`.
 
     Args:
         x: Activations.
@@ -38,6 +43,9 @@ def linear(
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(x, w)
+    if isinstance(w, W8A8Matrix):
+        rows = w8a8.quantize_rows(x, backend=backend)
+        return w8a8.product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
 
 
@@ -54,7 +62,7 @@ def _check_gate_up(x, w_gate_up) -> None:
 
 def linear_swiglu(
     x: Activation[Array, "M I"],
-    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix,
+    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix | W8A8Matrix,
     *,
     backend: Backend,
 ) -> Activation[Array, "M F"]:
@@ -80,13 +88,16 @@ def linear_swiglu(
         Shazeer 2020, arXiv:2002.05202.
     """
     _check_gate_up(x, w_gate_up)
+    if isinstance(w_gate_up, W8A8Matrix):
+        rows = w8a8.quantize_rows(x, backend=backend)
+        return w8a8.product_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
 
 def norm_linear(
     x: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w: Activation[Array, "O I"] | QuantizedMatrix,
+    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,
@@ -115,13 +126,16 @@ def norm_linear(
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(x, w)
+    if isinstance(w, W8A8Matrix):
+        rows = w8a8.rms_norm_quantize(x, gain, eps=eps, backend=backend)
+        return w8a8.product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
 
 def norm_linear_swiglu(
     x: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix,
+    w_gate_up: Activation[Array, "E I"] | QuantizedMatrix | W8A8Matrix,
     *,
     eps: float,
     backend: Backend,
@@ -146,11 +160,16 @@ def norm_linear_swiglu(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     _check_gate_up(x, w_gate_up)
+    if isinstance(w_gate_up, W8A8Matrix):
+        rows = w8a8.rms_norm_quantize(x, gain, eps=eps, backend=backend)
+        return w8a8.product_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
 
 
 def _check_leaves(x, w, reduction: Reduction) -> None:
     _check_inputs(x, w)
+    if isinstance(w, W8A8Matrix):
+        raise ValueError("a product of 8-bit activations has no leaves: one rank has all of I")
     leaves, rest = divmod(x.shape[1], reduction.leaf_len)
     if rest or leaves < 1 or leaves & (leaves - 1):
         raise ValueError(
@@ -161,7 +180,7 @@ def _check_leaves(x, w, reduction: Reduction) -> None:
 
 def linear_leaf_sums(
     x: Activation[Array, "M i"],
-    w: Activation[Array, "O i"] | QuantizedMatrix,
+    w: Activation[Array, "O i"] | QuantizedMatrix | W8A8Matrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -191,7 +210,7 @@ def linear_leaf_sums(
 
 def linear_partial(
     x: Activation[Array, "M i"],
-    w: Activation[Array, "O i"] | QuantizedMatrix,
+    w: Activation[Array, "O i"] | QuantizedMatrix | W8A8Matrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -243,7 +262,7 @@ def add_partials(
 
 def defers_norm(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"] | QuantizedMatrix,
+    w: Activation[Array, "D I"] | QuantizedMatrix | W8A8Matrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -252,12 +271,14 @@ def defers_norm(
 
     By launches: both change no bit.
     """
+    if isinstance(w, W8A8Matrix):
+        return True  # what normalises quantises as well
     return KERNELS[backend].defers_norm(x, w, reduction=reduction)
 
 
 def defers_sum(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"] | QuantizedMatrix,
+    w: Activation[Array, "D I"] | QuantizedMatrix | W8A8Matrix,
     *,
     reduction: Reduction,
     backend: Backend,
@@ -266,6 +287,8 @@ def defers_sum(
 
     By launches: both change no bit.
     """
+    if isinstance(w, W8A8Matrix):
+        return False
     return KERNELS[backend].defers_sum(x, w, reduction=reduction)
 
 
@@ -273,7 +296,7 @@ def combine_norm_linear(
     leaf_sums: Float32[Array, "L M I"],
     residual: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w: Activation[Array, "O I"] | QuantizedMatrix,
+    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
     *,
     eps: float,
     out_dtype: jnp.dtype,
@@ -313,7 +336,7 @@ def combine_norm_linear(
 
 def linear_add(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"] | QuantizedMatrix,
+    w: Activation[Array, "D I"] | QuantizedMatrix | W8A8Matrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     *,
@@ -337,12 +360,15 @@ def linear_add(
         are added in float32 and rounded once.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    if isinstance(w, W8A8Matrix):
+        rows = w8a8.quantize_rows(x, backend=backend)
+        return w8a8.product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
     return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 
 
 def linear_add_rms_norm(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "D I"] | QuantizedMatrix,
+    w: Activation[Array, "D I"] | QuantizedMatrix | W8A8Matrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -372,6 +398,9 @@ def linear_add_rms_norm(
         The bits of `linear_partial` and `add_rms_norm` one after the other, in fewer launches.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    if isinstance(w, W8A8Matrix):
+        total = linear_add(x, w, residual, bias, reduction=reduction, backend=backend)
+        return total, rms_norm(total, gain, eps=eps, backend=backend)
     return KERNELS[backend].linear_add_rms_norm(
         x, w, residual, bias, gain, reduction=reduction, eps=eps
     )

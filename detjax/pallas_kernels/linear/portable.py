@@ -40,10 +40,11 @@ def step_len(leaf_len: int) -> int:
     return max(s for s in range(unit, MAX_STEP + 1, unit) if leaf_len % s == 0)
 
 
-def leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
+def leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int, *, dtype=jnp.float32) -> jax.Array:
     """Sum one leaf for one block.
 
     # ORDER: ((s0 + s1) + s2) + ..., s = step of K; inside a step, the one fixed-shape product.
+    The steps of 8-bit integers are exact in float32, and so is their sum in an int32 `dtype`.
     """
     step = step_len(leaf_len)
 
@@ -52,9 +53,9 @@ def leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int) -> jax.Array:
         x = x_ref[rows, k].astype(jnp.float32)  # [16, step]
         w = w_ref[cols, k].astype(jnp.float32)  # [64, step]
         product = lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-        return total + product
+        return total + product.astype(dtype)
 
-    return lax.fori_loop(0, leaf_len // step, add_step, jnp.zeros((ROWS, COLS), jnp.float32))
+    return lax.fori_loop(0, leaf_len // step, add_step, jnp.zeros((ROWS, COLS), dtype))
 
 
 def _block(row_block, col_block):

@@ -157,13 +157,101 @@ class QuantizedMatrix:
         return jnp.repeat(spread, self.shape[1] // spread.shape[1], axis=1)
 
 
-AnyMatrix = jax.Array | QuantizedMatrix
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class W8A8Matrix:
+    """A matrix [N, K] of 8-bit integers that multiplies activations of 8-bit integers.
+
+    Attributes:
+        values: int8 [N, K].
+        scales: float32 [N], one for each output channel.
+    """
+
+    values: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Output and input channels, N and K."""
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the expansion: bfloat16."""
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def expand(self) -> jax.Array:
+        """The bfloat16 matrix [N, K] that `models.quantization.expand` gives, by plain XLA."""
+        products = self.values.astype(jnp.float32) * self.scales[:, None]
+        # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
+        rounded = jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7)
+        return rounded.astype(jnp.bfloat16)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedRows:
+    """Activations as 8-bit integers, of `quantize_rows`.
+
+    Attributes:
+        values: int8 [M, K].
+        scales: float32 [M], one for each row. sm90 allocates more, which nothing has written, as
+            its kernels load whole tiles of scales.
+    """
+
+    values: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and channels, M and K."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of a value: int8."""
+        return self.values.dtype
+
+
+AnyMatrix = jax.Array | QuantizedMatrix | W8A8Matrix
 """Weights of a product."""
+
+
+QUANTIZED = (QuantizedMatrix, W8A8Matrix)
+"""Matrices of several arrays."""
+
+
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a tree of weights is a matrix of several arrays."""
+    return isinstance(node, QUANTIZED)
 
 
 def expanded(w: AnyMatrix) -> jax.Array:
     """The matrix itself, or what a quantised one stands for."""
-    return w.expand() if isinstance(w, QuantizedMatrix) else w
+    return w.expand() if isinstance(w, QUANTIZED) else w
+
+
+def operands_of(x, w) -> tuple:
+    """Activations, weights, and the scales of both: None where they have none.
+
+    Raises:
+        ValueError: If only one of them is of 8-bit integers.
+    """
+    if isinstance(x, QuantizedRows) and isinstance(w, W8A8Matrix):
+        return x.values, w.values, x.scales, w.scales
+    if isinstance(x, QuantizedRows) or isinstance(w, W8A8Matrix):
+        raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
+    return x, w, None, None
 
 
 def can_pack(shape: tuple[int, int], group_len: int) -> bool:

@@ -26,6 +26,7 @@ from detjax.pallas_kernels.linear.quantized import (
     WORDS_PER_LINE,
     Coding,
     QuantizedMatrix,
+    operands_of,
 )
 from detjax.pallas_kernels.linear.sm90_held_rows import (
     copy_rows,
@@ -39,6 +40,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     leaf_sum,
     put_transposed,
     ragged,
+    scaled,
     tree_sum,
     views,
 )
@@ -108,12 +110,14 @@ class RanksSum:
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [M, K] bf16
-    w: Any  # [N, K] bf16 or quantised; [2 F, K] if gated, F rows of gates and F of ups
+    x: Any  # [M, K] bf16 or int8
+    w: Any  # [N, K] bf16, int8 or codes; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
     norm: InputNorm | None
     peers: RanksSum | None
+    x_scales: Any = None  # [> M] f32, of int8 activations
+    w_scales: Any = None  # [N] f32, of int8 weights
 
 
 class _Results(NamedTuple):
@@ -136,8 +140,8 @@ class _CodedStages(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, cols, span] bf16; held: [steps, slabs, 8, span]
-    w: Any  # [stages, num_wgs * rows, k] bf16, or _CodedStages
+    x: Any  # [stages, slabs, cols, span] bf16 or int8; held: [steps, slabs, 8, span]
+    w: Any  # [stages, num_wgs * rows, k] bf16 or int8, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
     full: Any  # [stages]
@@ -157,6 +161,7 @@ class _Plan:
         num_out: N.
         k_len: K.
         leaf_len: Of a leaf of K.
+        operand_dtype: Of activations: bfloat16 or int8.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         is_interpreted: Whether a CPU interprets the kernel.
@@ -167,6 +172,7 @@ class _Plan:
     num_out: int
     k_len: int
     leaf_len: int
+    operand_dtype: jnp.dtype
     out_dtype: jnp.dtype
     has_residual: bool
     is_interpreted: bool
@@ -189,7 +195,7 @@ class _Plan:
     @property
     def span(self) -> int:
         """Columns of a slab: one swizzle span of activations."""
-        return min(64, self.tiles.k)
+        return min(128 // self.operand_dtype.itemsize, self.tiles.k)
 
     @property
     def slabs(self) -> int:
@@ -197,9 +203,14 @@ class _Plan:
         return self.tiles.k // self.span
 
     @property
+    def cta_out_rows(self) -> int:
+        """Outputs of a CTA for each activation."""
+        return self.tiles.out_rows * self.tiles.num_wgs
+
+    @property
     def row_tiles(self) -> int:
         """Tiles of weights."""
-        return pl.cdiv(self.num_out, self.tiles.out_rows * self.tiles.num_wgs)
+        return pl.cdiv(self.num_out, self.cta_out_rows)
 
     @property
     def col_tiles(self) -> int:
@@ -270,6 +281,11 @@ class _Plan:
             return len(self.weight_pieces)
         return len(self.code_blocks) * (3 if self.tiles.coding.has_zeros else 2)
 
+    @property
+    def is_w8a8(self) -> bool:
+        """Whether operands are int8, and their sums are scaled."""
+        return self.operand_dtype == jnp.int8
+
     def check(self, bias, norm: InputNorm | None, peers: RanksSum | None) -> None:
         """Refuse operands that these tiles do not take."""
         t = self.tiles
@@ -289,6 +305,8 @@ class _Plan:
                 raise ValueError(
                     f"{self.num_sharers=} of {self.rows_each=} would take more than the 8 rows held"
                 )
+        if self.is_w8a8 and (self.num_leaves * t.groups > 1 or self.num_out % self.cta_out_rows):
+            raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
         is_whole = t.num_wgs == 1 and t.groups == 1 and self.col_tiles == 1 and not t.is_gated
         if peers is not None and not is_whole:
             raise ValueError(f"ranks add tiles that one CTA has, with all rows, not {t=}")
@@ -539,6 +557,7 @@ class _Cta:
             give=give,
             in_flight=plan.slabs * (plan.tiles.rows // BLOCK if plan.tiles.coding else 1),
             by_twos=plan.tiles.coding is not None,
+            dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
         )
 
     def multiply_codes(self, coding: Coding, acc, slot, step) -> None:
@@ -575,6 +594,27 @@ class _Cta:
             load_groups(stages.zeros) if coding.has_zeros else [],
         )
 
+    def pieces(self, total, row, col) -> list:
+        """A sum [rows, cols] as float32: its outputs, or gates and ups."""
+        plan, t = self.plan, self.plan.tiles
+        firsts = (row, row + plan.num_out) if t.is_gated else (row,)
+        parts = [total[i * t.out_rows : (i + 1) * t.out_rows] for i in range(len(firsts))]
+        if not plan.is_w8a8:
+            return parts if t.is_gated else [total]
+        x_scales = self.operands.x_scales.at[pl.ds(col, t.cols)]
+        of_weights = [self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in firsts]
+        return [
+            scaled(part, [(w_scales, 0), (x_scales, 1)], self.math)
+            for part, w_scales in zip(parts, of_weights, strict=True)
+        ]
+
+    @property
+    def math(self) -> sm90_rows.Arithmetic:
+        """On accumulators."""
+        return sm90_rows.Arithmetic(
+            layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
+        )
+
     def fetch_residual(self, row, col) -> None:
         """Ask for the residual stream of a tile, to where its output will be staged."""
         t = self.plan.tiles
@@ -590,6 +630,7 @@ class _Cta:
         """Add bias and residual stream to a sum [rows, cols], or gate it, round it and store it."""
         t, has_residual = self.plan.tiles, self.plan.has_residual
         out_smem, out_tma = self.out_views
+        total, *ups = self.pieces(total, row, col)
         if self.operands.bias is not None:
             total = add_bias(total, self.operands.bias, row, 0)
         if has_residual:
@@ -597,10 +638,7 @@ class _Cta:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if t.is_gated:
-            math = sm90_rows.Arithmetic(
-                layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
-            )
-            total = gated_bf16(total[: t.out_rows], total[t.out_rows :], math)
+            total = gated_bf16(total, *ups, self.math)
         staged = out_smem.at[self.wg]
         put_transposed(total, staged, staged if has_residual else None)
         window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
@@ -614,7 +652,7 @@ def _weight_types(plan: _Plan, scale_dtype) -> Any:
     """Shared memory of a ring of weights."""
     t, coding = plan.tiles, plan.tiles.coding
     if coding is None:
-        return ragged((t.stages, t.rows * t.num_wgs, t.k), plan.span, jnp.bfloat16, False)
+        return ragged((t.stages, t.rows * t.num_wgs, t.k), plan.span, plan.operand_dtype, False)
     stages = (t.stages, len(plan.code_blocks))
     lines = coding.code_type.block_words // WORDS_PER_LINE
     groups = (*stages, coding.groups_of(t.k), BLOCK)
@@ -643,9 +681,8 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
             readers = num_copies(plan.k_len, as_one_box=plan.is_one_box)
         reads_rows = t.held.copies_rows or t.held.early_stages > 0
     else:
-        x = ragged(
-            (t.stages, plan.slabs, t.cols, plan.span), plan.span, jnp.bfloat16, plan.is_ragged
-        )
+        x_shape = (t.stages, plan.slabs, t.cols, plan.span)
+        x = ragged(x_shape, plan.span, plan.operand_dtype, plan.is_ragged)
         squares, readers, reads_rows = None, 0, False
     copies = plan.weight_copies + (0 if t.held else plan.slabs)
     return _Memory(
@@ -666,13 +703,14 @@ def flat_matmul(
     leaf_len: int, out_dtype, tiles: FlatTiles, interpret,
 ):  # fmt: skip
     """See `sm90_matmul.matmul`."""
+    x, w, x_scales, w_scales = operands_of(x, w)
     num_rows, k_len = x.shape
     coding = w.coding if isinstance(w, QuantizedMatrix) else None
     if coding != tiles.coding:
         raise ValueError(f"weights with {coding=} need tiles of the same, not {tiles.coding}")
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
-        k_len=k_len, leaf_len=leaf_len, out_dtype=jnp.dtype(out_dtype),
+        k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias, norm, peers)
@@ -697,5 +735,10 @@ def flat_matmul(
         compiler_params=COMPILER_PARAMS,
         kernel_name="detjax_linear_swiglu" if tiles.is_gated else "detjax_linear",
         interpret=interpret,
-    )(_Operands(x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers))
+    )(
+        _Operands(
+            x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers, x_scales=x_scales,
+            w_scales=w_scales,
+        )
+    )  # fmt: skip
     return tuple(results) if row_sums else results.out

@@ -18,9 +18,9 @@ def matmul(
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
 
     Args:
-        x: Activations, bfloat16 [M, K].
-        w: Weights, bfloat16 [N, K]; for flat tiles also a `QuantizedMatrix`. With gated tiles F
-            rows of gates, then F of ups, and the output is [M, F].
+        x: Activations, bfloat16 [M, K], or `QuantizedRows`.
+        w: Weights, bfloat16 [N, K]; for flat tiles also a `QuantizedMatrix`; of quantised rows a
+            `W8A8Matrix`. With gated tiles F rows of gates, then F of ups, and the output is [M, F].
         bias: [N], or None.
         residual: [M, N], added last, or None.
         norm: The norm of the activations, which each CTA normalises first, into shared memory; for
@@ -39,6 +39,7 @@ def matmul(
         # ORDER: inside a leaf, k16 block by k16 block in one f32 wgmma accumulator that starts at
         zero; leaves as the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., f32; each node is
         left + right or (0 + left) + right, the same bits because wgmma's sums are never -0.
+        Sums of int8 are exact in int32, so their order is free (`linear.w8a8`).
     """
     num_leaves = x.shape[1] // leaf_len
     if num_leaves & (num_leaves - 1):

@@ -8,6 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from detjax.pallas_kernels.sm90_rows import Arithmetic
+
 TILE_SNAKE = 8
 """Width of the snake in which CTAs visit the tiles of a product's output."""
 
@@ -54,8 +56,9 @@ def leaf_sum(
     in_flight: int,
     after=None,
     by_twos: bool = False,
+    dtype=jnp.float32,
 ):
-    """Accumulate one leaf in a fresh float32 accumulator of `shape`: what every product is made of.
+    """Accumulate one leaf in a fresh accumulator of `shape`: what every product is made of.
 
     Args:
         shape: Of the accumulator.
@@ -67,6 +70,7 @@ def leaf_sum(
         after: Called at the end of step i.
         by_twos: Whether two steps stand one after the other in the code, so that operands in
             registers have other registers in the next step than those that products still read.
+        dtype: Of the accumulator.
     """
 
     def scope(acc):
@@ -97,7 +101,7 @@ def leaf_sum(
             give(num_steps - 1)
         return total
 
-    return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(scope, plgpu.ACC(shape, dtype))
 
 
 def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
@@ -132,6 +136,27 @@ def add_bias(total, bias_gmem, start, axis: int):
         optimized=False,
     )
     return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
+
+
+def scaled(total, scales: list, math: Arithmetic):
+    """Sums of 8-bit integers times their scales.
+
+    Args:
+        total: int32 accumulator.
+        scales: float32 in memory and the axis that they lie along, in the order of the products.
+        math: Arithmetic on the accumulator's layout.
+
+    # ROUND: the sum to float32, then each product.
+    """
+    total = total.astype(jnp.float32)
+    for ref, axis in scales:
+        if math.is_interpreted:
+            values = ref[...]
+        else:
+            layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+            values = plgpu.load(ref, layout=layout, optimized=False)
+        total = math.mul(total, math.cast(lax.broadcast_in_dim(values, total.shape, (axis,))))
+    return total
 
 
 def put_transposed(out, block, kept_block=None) -> None:

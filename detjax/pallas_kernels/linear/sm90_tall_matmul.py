@@ -19,12 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.quantized import operands_of
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
     add_bias,
     leaf_sum,
     ragged,
+    scaled,
     tiled,
     tree_sum,
     views,
@@ -41,17 +43,19 @@ _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [M, K] bf16
-    w: Any  # [N, K] bf16; [2 F, K] if gated, F rows of gates and F of ups
+    x: Any  # [M, K] bf16 or int8
+    w: Any  # [N, K] bf16 or int8; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
+    x_scales: Any  # [> M] f32, of int8 activations
+    w_scales: Any  # [N] f32, of int8 weights
 
 
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, cta_rows, span] bf16
-    w: Any  # [stages, cols, k] bf16
+    x: Any  # [stages, slabs, cta_rows, span] bf16 or int8
+    w: Any  # [stages, cols, k] bf16 or int8
     out: Any  # [num_wgs, staged, 64, chunk], of the output's dtype
     pending: Any  # [smem_levels, num_wgs, 64, cols] f32
     full: Any  # [stages]
@@ -70,6 +74,7 @@ class _Plan:
         num_out: N.
         k_len: K.
         leaf_len: Of a leaf of K.
+        operand_dtype: Of activations and weights: bfloat16 or int8.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         is_interpreted: Whether a CPU interprets the kernel.
@@ -80,9 +85,15 @@ class _Plan:
     num_out: int
     k_len: int
     leaf_len: int
+    operand_dtype: jnp.dtype
     out_dtype: jnp.dtype
     has_residual: bool
     is_interpreted: bool
+
+    @property
+    def is_w8a8(self) -> bool:
+        """Whether operands are int8, and their sums are scaled."""
+        return self.operand_dtype == jnp.int8
 
     @property
     def num_leaves(self) -> int:
@@ -107,7 +118,7 @@ class _Plan:
     @property
     def span(self) -> int:
         """Columns of a slab: one swizzle span of activations."""
-        return min(64, self.tiles.k)
+        return min(128 // self.operand_dtype.itemsize, self.tiles.k)
 
     @property
     def slabs(self) -> int:
@@ -161,6 +172,10 @@ class _Plan:
         t = self.tiles
         if bias is not None and self.num_out % t.cols:
             raise ValueError(f"{t=} must divide N={self.num_out}, because there is a bias")
+        if self.is_w8a8 and (
+            self.num_leaves * t.groups > 1 or self.num_out % (t.out_cols * t.cluster[1])
+        ):
+            raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
         if self.has_residual and t.groups > 1:
             raise ValueError("a residual is added in the epilogue of unsplit tiles only")
         if t.shares_slot and not (self.has_residual and self.out_dtype == jnp.bfloat16):
@@ -314,7 +329,7 @@ class _Cta:
                 ],
                 is_paired=t.is_paired,
             )
-            if self.operands.bias is not None:
+            if self.operands.bias is not None and not plan.is_w8a8:
                 total = add_bias(total, self.operands.bias, col, 1)
             self.store(total, (row, col, group), first + plan.product_steps, wg_rows)
             return carry + plan.steps
@@ -342,6 +357,7 @@ class _Cta:
             give=lambda i: ring.release(first + i),
             in_flight=plan.slabs if t.shares_slot else 0,
             after=lambda i: self.after_step(first, i),
+            dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
         )
 
     def after_step(self, first, i) -> None:
@@ -389,7 +405,7 @@ class _Cta:
             plgpu.barrier_wait(self.memory.arrived.at[self.wg])
         for i, c in enumerate(range(0, t.out_cols, plan.chunk)):
             reg, tma = self.staging(i, slot, wg_rows)
-            block = self.outputs(total, c)
+            block = self.outputs(total, c, row, col)
             if plan.has_residual:
                 kept = plgpu.load(reg, layout=plgpu.Layout.WGMMA)
                 block = kept.astype(jnp.float32) + block
@@ -402,17 +418,39 @@ class _Cta:
                 window = (group, *window)
             plgpu.copy_smem_to_gmem(tma, self.out_gmem.at[window])
 
-    def outputs(self, total, column: int):
-        """A chunk of the outputs of an accumulator, gated if half of it are ups."""
+    def outputs(self, total, column: int, row, col):
+        """A chunk of the outputs of an accumulator, gated if half of it are ups.
+
+        Args:
+            total: The accumulator [64, cols].
+            column: Where the chunk begins in the accumulator.
+            row: First row of the accumulator.
+            col: First output of the accumulator.
+        """
         t, chunk = self.plan.tiles, self.plan.chunk
-        block = total[:, column : column + chunk]
+        block = self.piece(total[:, column : column + chunk], row, col + column)
         if not t.is_gated:
             return block
         ups = total[:, t.out_cols + column : t.out_cols + column + chunk]
-        arithmetic = sm90_rows.Arithmetic(
+        ups = self.piece(ups, row, self.plan.num_out + col + column)
+        return gated_bf16(block, ups, self.math)
+
+    def piece(self, sums, row, weight):
+        """Sums [64, chunk] as float32; those of int8 scaled, from row `row` and `weight` on."""
+        if not self.plan.is_w8a8:
+            return sums
+        operands, chunk = self.operands, self.plan.chunk
+        w_scales = operands.w_scales.at[pl.ds(weight, chunk)]
+        x_scales = operands.x_scales.at[pl.ds(row, WG_ROWS)]
+        sums = scaled(sums, [(w_scales, 1), (x_scales, 0)], self.math)
+        return sums if operands.bias is None else add_bias(sums, operands.bias, weight, 1)
+
+    @property
+    def math(self) -> sm90_rows.Arithmetic:
+        """On accumulators."""
+        return sm90_rows.Arithmetic(
             layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
         )
-        return gated_bf16(block, ups, arithmetic)
 
     def staging(self, i: int, slot, wg_rows) -> tuple:
         """Where chunk `i` of a tile waits for its store, as threads and as TMA see it."""
@@ -431,16 +469,16 @@ def _memory_types(plan: _Plan) -> _Memory:
         axis for axis, size in zip((_ROWS_AXIS, _COLS_AXIS), t.cluster, strict=True) if size > 1
     )
     barriers = {"num_arrivals": t.num_wgs, "num_barriers": t.stages}
-    shares, bf16 = t.shares_slot, jnp.bfloat16
+    shares, dtype = t.shares_slot, plan.operand_dtype
     out_shape = (t.num_wgs, plan.staged, WG_ROWS, plan.chunk)
     pending = plgpu.SMEM(
         (t.smem_levels, t.num_wgs, WG_ROWS, t.cols), jnp.float32, transforms=tiled(32, jnp.float32)
     )
     return _Memory(
         x=ragged(
-            (t.stages, plan.slabs, t.cta_rows, plan.span), plan.span, bf16, plan.is_ragged
+            (t.stages, plan.slabs, t.cta_rows, plan.span), plan.span, dtype, plan.is_ragged
         ),
-        w=ragged((t.stages, t.cols, t.k), plan.span, bf16, plan.is_ragged and shares),
+        w=ragged((t.stages, t.cols, t.k), plan.span, dtype, plan.is_ragged and shares),
         out=plgpu.SMEM((8, plan.chunk), plan.out_dtype) if shares
         else ragged(out_shape, plan.chunk, plan.out_dtype, plan.is_ragged),
         pending=pending if t.smem_levels else None,
@@ -460,10 +498,11 @@ def tall_matmul(
     x, w, bias, residual, *, leaf_len: int, out_dtype, tiles: TallTiles, interpret
 ) -> jax.Array:
     """See `sm90_matmul.matmul`."""
+    x, w, x_scales, w_scales = operands_of(x, w)
     num_rows, k_len = x.shape
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
-        k_len=k_len, leaf_len=leaf_len, out_dtype=jnp.dtype(out_dtype),
+        k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias)
@@ -492,4 +531,8 @@ def tall_matmul(
         compiler_params=COMPILER_PARAMS,
         kernel_name="detjax_linear_swiglu" if tiles.is_gated else "detjax_linear",
         interpret=interpret,
-    )(_Operands(x=x, w=w, bias=bias, residual=residual))
+    )(
+        _Operands(
+            x=x, w=w, bias=bias, residual=residual, x_scales=x_scales, w_scales=w_scales
+        )
+    )  # fmt: skip

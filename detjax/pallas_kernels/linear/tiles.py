@@ -152,14 +152,17 @@ class FlatTiles:
         """Outputs of a warpgroup for each activation."""
         return self.live_rows or WG_ROWS
 
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage of the operands that stream."""
+    def stage_bytes(self, operand_bytes: int = 2) -> int:
+        """Shared memory of one stage of the operands that stream.
+
+        Args:
+            operand_bytes: Of an activation, and of a weight that is no code.
+        """
         num_rows = self.rows * self.num_wgs
-        weights = 2 * self.k * num_rows
+        weights = operand_bytes * self.k * num_rows
         if self.coding:
             weights = self.coding.stage_bytes(num_rows, self.k)
-        return weights + (0 if self.held else 2 * self.k * self.cols)
+        return weights + (0 if self.held else operand_bytes * self.k * self.cols)
 
     def other_bytes(self, *, out_bytes: int, has_residual: bool) -> int:
         """Shared memory beside the ring: held rows, the staged output, barriers and alignment.
@@ -245,10 +248,9 @@ class TallTiles:
         """Output columns of a CTA."""
         return self.cols // 2 if self.is_gated else self.cols
 
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage, bf16."""
-        return 2 * self.k * (self.cta_rows + self.cols)
+    def stage_bytes(self, operand_bytes: int = 2) -> int:
+        """Shared memory of one stage."""
+        return operand_bytes * self.k * (self.cta_rows + self.cols)
 
     def out_chunk(self, out_bytes: int) -> int:
         """Columns of one store of the output."""
@@ -283,19 +285,22 @@ def held_chunk(width: int) -> int:
     return _largest_divisor(width, 1024)
 
 
-def smem_bytes(tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False) -> int:
+def smem_bytes(
+    tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False, operand_bytes: int = 2
+) -> int:
     """Shared memory of a CTA."""
     other = tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
-    return tiles.stages * tiles.stage_bytes + other
+    return tiles.stages * tiles.stage_bytes(operand_bytes) + other
 
 
 def fill_stages[Tiles: MatmulTiles](
-    tiles: Tiles, *, out_bytes: int, has_residual: bool = False, most: int = 12
-) -> Tiles:
+    tiles: Tiles, *, out_bytes: int, has_residual: bool = False, operand_bytes: int = 2,
+    most: int = 12,
+) -> Tiles:  # fmt: skip
     """As many stages as fit beside the rest."""
     room = SMEM_BYTES // tiles.ctas_per_sm
     room -= tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
-    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes))
+    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes(operand_bytes)))
 
 
 class Rows(enum.Enum):
@@ -323,6 +328,7 @@ class Product:
         rows: What its activations are.
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
         coding: How the weights are quantised; few rows then, and they stream.
+        is_w8a8: Whether operands have 8 bits, and sums of them are scaled; one leaf.
     """
 
     num_rows: int
@@ -336,6 +342,17 @@ class Product:
     rows: Rows = Rows.GIVEN
     has_ranks: bool = False
     coding: Coding | None = None
+    is_w8a8: bool = False
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of an activation, and of a weight that is no code."""
+        return 1 if self.is_w8a8 else 2
+
+    @property
+    def needs_whole_tiles(self) -> bool:
+        """Whether tiles must divide N: a bias or scales are loaded by whole tiles."""
+        return self.has_bias or self.is_w8a8
 
 
 def choose_tiles(product: Product) -> MatmulTiles:
@@ -354,6 +371,7 @@ def choose_tiles(product: Product) -> MatmulTiles:
         tiles,
         out_bytes=4 if is_partial else p.out_bytes,
         has_residual=p.has_residual and not is_partial,
+        operand_bytes=p.operand_bytes,
     )
     if isinstance(tiles, TallTiles) or not tiles.held or tiles.held.copies_rows:
         return tiles
@@ -369,6 +387,8 @@ def _cut(p: Product) -> MatmulTiles:
         return _stream_weights(p, is_whole=True)
     if p.coding:
         return _stream_codes(p, p.coding)
+    if p.is_w8a8:
+        return _w8a8_tiles(p)
     if p.rows is Rows.PARTS and 128 < p.num_rows <= 192:
         return _three_row_blocks(p.num_out, p.num_leaves, p.leaf_len)
     if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
@@ -386,7 +406,7 @@ def _cut(p: Product) -> MatmulTiles:
 def _narrow(tiles: FlatTiles, p: Product) -> FlatTiles:
     """Narrow tiles for a router's product, in float32: no GPU has run them of another dtype."""
     is_plain = p.num_leaves == 1 and p.out_bytes == 4
-    is_plain = is_plain and not (p.is_gated or p.has_bias or p.has_residual)
+    is_plain = is_plain and not (p.is_gated or p.has_bias or p.has_residual or p.is_w8a8)
     if not (is_plain and p.num_rows <= 8 and p.num_out <= NARROW_OUT and NARROW_ROWS):
         return tiles
     return dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * p.out_bytes)
@@ -485,6 +505,45 @@ def _stream_codes(p: Product, coding: Coding) -> FlatTiles:
     )
 
 
+def _w8a8_cols(num_rows: int) -> int:
+    """Activations of a tile: wgmma of int8 has an N of 8, 16, 24, or a multiple of 16."""
+    unit = 8 if num_rows <= 24 else 16
+    return -(-num_rows // unit) * unit
+
+
+def _w8a8_tiles(p: Product) -> MatmulTiles:
+    """Operands of 8 bits: whole sums in one CTA, as it scales them.
+
+    Times of the 8B shape, one H200, 2026-11. Gates and ups take 28.7 us at one row with these
+    tiles, 31.1 with steps of 128; at 64 rows 30.9, and 32.1 with two warpgroups. `down` takes 19.1
+    us at 128 rows, 24.2 by tall tiles; at 256 rows 24.2 and 25.9.
+    """
+    if p.is_gated:
+        if p.num_rows > BLOCK:
+            return _one_leaf_tiles(p)
+        cols = _w8a8_cols(p.num_rows)
+        is_few = p.num_rows <= BLOCK // 2 and p.num_out % (4 * BLOCK) == 0
+        return FlatTiles(
+            cols=cols,
+            num_wgs=2 if is_few else 1,
+            k=_largest_divisor(p.leaf_len, 256 if is_few else 128),
+            stages=2,
+            ctas_per_sm=1 if is_few else 2,
+            is_gated=True,
+        )
+    blocks = p.num_out // BLOCK
+    parts = max(1, min(NUM_SMS // blocks, -(-p.num_rows // 32)))
+    cols = _w8a8_cols(-(-p.num_rows // parts))
+    if cols > CODED_COLS:
+        return _one_leaf_tiles(p)
+    return FlatTiles(
+        cols=cols,
+        k=_largest_divisor(p.leaf_len, 256 if cols <= BLOCK else 128),
+        stages=2,
+        ctas_per_sm=2 if blocks > NUM_SMS else 1,
+    )
+
+
 def _one_wave_tiles(num_rows: int, num_out: int, leaf_len: int, is_gated: bool) -> TallTiles:
     """Up to 128 activations, all in every CTA; 224 weights each if that wastes less of a wave."""
     cols = (
@@ -514,7 +573,7 @@ _TALL_COLS = ((256, 0.98), (224, 0.96), (192, 0.94), (128, 0.92), (96, 0.85), (6
 def _one_leaf_tiles(p: Product) -> MatmulTiles:
     """The tile with the least waves times area over rate."""
     num_rows, num_out, out_bytes, is_gated = p.num_rows, p.num_out, p.out_bytes, p.is_gated
-    k = _largest_divisor(p.leaf_len, 64)
+    k = _largest_divisor(p.leaf_len, 128 // p.operand_bytes)
 
     def waves(num_tiles):
         return -(-num_tiles // NUM_SMS)
@@ -523,15 +582,18 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         cols, rate = option
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
-    options = [option for option in _TALL_COLS if not (p.has_bias and num_out % option[0])]
+    options = [it for it in _TALL_COLS if not (p.needs_whole_tiles and num_out % it[0])]
     cols, _ = best = min(options, key=cost)
     rows, most_cols = (128, 128) if is_gated else (64, 256)
     parts = -(-num_rows // most_cols)
     flat_cols = -(-num_rows // (8 * parts)) * 8
+    if p.is_w8a8:
+        flat_cols = _w8a8_cols(-(-num_rows // parts))
     flat_cost = waves(-(-num_out // (2 * rows)) * parts) * flat_cols * (rows // 64) / 0.8
-    if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best):
+    is_whole = not p.is_w8a8 or num_out % (2 * rows) == 0
+    if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best) and is_whole:
         return FlatTiles(cols=flat_cols, num_wgs=2, k=k, stages=2, is_gated=is_gated)
-    if is_gated and num_rows >= 2048:
+    if is_gated and num_rows >= 2048 and not p.needs_whole_tiles:
         # WHY: less area past the end at 4000 rows: 1401 us against 1439 to 1481, gate_up.
         big = waves(-(-num_rows // 192) * -(-num_out // 192)) * 192 * 1.5 / 0.975
         if big < cost(best):

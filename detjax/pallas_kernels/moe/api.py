@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix
+from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
 
 
 def route(
@@ -197,7 +198,7 @@ def combine_experts_norm_linear(
     weights: Float32[Array, "M Q"],
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
-    w: Activation[Array, "O D"] | QuantizedMatrix,
+    w: Activation[Array, "O D"] | QuantizedMatrix | W8A8Matrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,
@@ -233,6 +234,11 @@ def combine_experts_norm_linear(
     """
     if not y.shape[2] == residual.shape[1] == w.shape[1]:
         raise ValueError(f"{y.shape=}, {residual.shape=} and {w.shape=} must end with the same D")
+    if isinstance(w, W8A8Matrix):
+        total, x = combine_experts_add_rms_norm(
+            y, weights, residual, gain, eps=eps, backend=backend
+        )
+        return linear(x, w, bias, out_dtype=out_dtype, backend=backend), total
     return KERNELS[backend].combine_experts_norm_linear(
         y, weights, residual, gain, w, bias, eps=eps, out_dtype=out_dtype
     )

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations as 8-bit integers on Hopper: a CTA has a row, its chunks spread over warpgroups.
+
+A row may be normalised first, by the instructions of `rms_norm`. It stays in registers until its
+greatest value is known.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+
+from detjax.pallas_kernels import sm90_ptx as ptx
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.linear.quantized import QuantizedRows
+from detjax.pallas_kernels.rms_norm.sm90 import row_sum, wide_scale
+
+LARGEST = 127.0
+"""What the greatest value of a row becomes."""
+
+SPARE_SCALES = 384
+"""Scales that are allocated behind those of all rows: a tile of a product loads so many at most."""
+
+MOST_WARPGROUPS = 7
+"""Of a CTA."""
+
+MANY_ROWS = 512
+"""From here CTAs of several rows share an SM."""
+
+MOST_CHUNKS = 7
+"""Chunks of a row in the registers of a warpgroup."""
+
+
+def quantize_rows(x, *, interpret: bool = False) -> QuantizedRows:
+    """See `w8a8.quantize_rows`.
+
+    Raises:
+        NotImplementedError: If K is no multiple of 512.
+    """
+    return _quantize(x, None, eps=0.0, interpret=interpret)
+
+
+def rms_norm_quantize(x, gain, *, eps: float, interpret: bool = False) -> QuantizedRows:
+    """See `w8a8.rms_norm_quantize`: one launch.
+
+    Raises:
+        NotImplementedError: If K is no multiple of 512.
+        ValueError: If `rms_norm` defines no sum for K.
+    """
+    return _quantize(x, gain, eps=eps, interpret=interpret)
+
+
+def _vec_len(width: int) -> int:
+    """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours."""
+    found = next((v for v in (8, 4) if width % (rows.LANES * v) == 0), 0)
+    if not found:
+        raise NotImplementedError(
+            f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
+            "quantized_activations='off', or portable"
+        )
+    return found
+
+
+def _warpgroups(num_rows: int, num_chunks: int) -> int:
+    """Of a CTA: many where rows are few; else as few as keep a thread's chunks in registers."""
+    options = [n for n in range(1, MOST_WARPGROUPS + 1) if num_chunks % n == 0]
+    if num_rows < MANY_ROWS:
+        return options[-1]
+    return next((n for n in options if num_chunks <= MOST_CHUNKS * n), options[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _quantize(x, gain, *, eps: float, interpret: bool) -> QuantizedRows:
+    num_rows, width = x.shape
+    vec_len = _vec_len(width)
+    if gain is not None and not row_sum(width).is_wide:
+        raise NotImplementedError(f"sm90 normalises and quantises wide rows, not {width=}")
+    chunk = rows.LANES * vec_len
+    num_chunks = width // chunk
+    warpgroups = _warpgroups(num_rows, num_chunks)
+    each = num_chunks // warpgroups
+    math = rows.strided(chunk, vec_len, interpret)
+
+    def body(
+        x_gmem,  # [M, K] bf16
+        gain_gmem,  # [K], or None
+        values_gmem,  # [M, K] int8
+        scales_gmem,  # [M + spare] f32
+        sums_smem,  # [chunks, LANES] f32, of squares
+        peaks_smem,  # [chunks, LANES] f32
+        ready,  # all warpgroups have written; None for one warpgroup
+    ):
+        row = lax.axis_index("row")
+        first = lax.axis_index("wg") * each if warpgroups > 1 else 0
+        columns = [pl.ds((first + i) * chunk, chunk) for i in range(each)]
+
+        def meet():
+            if warpgroups == 1:
+                plgpu.commit_smem()
+                return
+            plgpu.barrier_arrive(ready)
+            plgpu.barrier_wait(ready)
+
+        gains = [] if gain is None else [math.load(gain_gmem.at[c]) for c in columns]
+        values = [math.load(x_gmem.at[row, c]).astype(jnp.float32) for c in columns]
+        if gain is not None:
+            for i, v in enumerate(values):
+                sums_smem[first + i, :] = rows.square_sums(v, math)
+            meet()
+            scale = wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
+            # ROUND: to bfloat16, as `rms_norm` does.
+            values = [
+                _rounded(math.mul(math.mul(v, scale), g.astype(jnp.float32)), math)
+                for v, g in zip(values, gains, strict=True)
+            ]
+        for i, v in enumerate(values):
+            peaks_smem[first + i, :] = _peaks(v, math)
+        meet()
+        inverse = _store_scale(peaks_smem, scales_gmem, row, math, shape=(chunk,))
+        for v, c in zip(values, columns, strict=True):
+            values_gmem[row, c] = _integers(math.mul(v, inverse), math)
+
+    of_chunks = plgpu.SMEM((num_chunks, rows.LANES), jnp.float32)
+    options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    values, scales = rows.run_kernel(
+        body,
+        (x, gain),
+        out=[
+            jax.ShapeDtypeStruct(x.shape, jnp.int8),
+            jax.ShapeDtypeStruct((num_rows + SPARE_SCALES,), jnp.float32),
+        ],
+        grid={"row": num_rows},
+        name="detjax_quantize_rows" if gain is None else "detjax_rms_norm_quantize",
+        is_interpreted=interpret,
+        scratch_types=[
+            of_chunks if gain is not None else None,
+            of_chunks,
+            plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
+        ],
+        **options,
+    )
+    return QuantizedRows(values=values, scales=scales)
+
+
+def _rounded(x, math: rows.Arithmetic):
+    """Float32 rounded to bfloat16, to nearest and ties to even."""
+    if math.is_interpreted:  # XLA may drop a pair of converts
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _greatest(a, b):
+    return rows.instruction("max.NaN.f32")(a, b)
+
+
+def _magnitude(x):
+    return rows.instruction("abs.f32")(x)
+
+
+def _peaks(x, math: rows.Arithmetic):
+    """The greatest magnitude of what each warp holds: [LANES], NaN if any is."""
+
+    def first(scalars):
+        total = _magnitude(scalars[0])
+        for s in scalars[1:]:
+            total = _greatest(total, _magnitude(s))
+        return total
+
+    plain = (lambda x: jnp.max(jnp.abs(x), axis=1), jnp.maximum)
+    return rows.reduce_warps(x, math, first=first, fold=_greatest, plain=plain)
+
+
+def _store_scale(peaks_smem, scales_gmem, row, math: rows.Arithmetic, *, shape):
+    """Write the scale of a row; what its values are multiplied by, in all elements."""
+    num_chunks = peaks_smem.shape[0]
+    if math.is_interpreted:
+        peak = jnp.max(peaks_smem[...])
+        # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
+        largest = lax.optimization_barrier(jnp.float32(LARGEST))
+        scales_gmem[row] = peak / largest
+        return jnp.full(shape, jnp.where(peak == 0, 0.0, largest / peak))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=math.layout),
+    )
+    def emit(ctx, peaks, scales, row):
+        index, f32 = ir.IndexType.get(), ir.F32Type.get()
+        found = [
+            memref.load(peaks, [mgpu.c(chunk, index), mgpu.c(32 * warp, index)])
+            for chunk in range(num_chunks)
+            for warp in range(4)
+        ]
+        peak = rows.pairwise(found, _greatest)
+        divide = rows.instruction("div.rn.f32")
+        largest = mgpu.c(LARGEST, f32)
+        place = [arith.index_cast(index, row.registers.item())]
+        # Every thread writes the same value to the same place.
+        memref.store(divide(peak, largest), scales, place)
+        is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, peak, mgpu.c(0.0, f32))
+        inverse = arith.select(is_zero, mgpu.c(0.0, f32), divide(largest, peak))
+        return mgpu.FragmentedArray.splat(inverse, shape, layout=math.layout.to_mgpu())
+
+    return emit(peaks_smem, scales_gmem, jnp.int32(row))
+
+
+def _integers(x, math: rows.Arithmetic):
+    """Float32 as int8: to nearest, ties to even, saturated; NaN is 0."""
+    if math.is_interpreted:
+        whole = jnp.clip(jnp.round(x), -128, 127)
+        return jnp.where(jnp.isnan(x), 0, whole).astype(jnp.int8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int8, layout=math.layout),
+    )
+    def emit(ctx, x):
+        registers = np.empty(x.registers.shape, object)
+        for place, register in np.ndenumerate(x.registers):
+            count = ir.VectorType(register.type).shape[0]
+            scalars = [ptx.element(register, i) for i in range(count)]
+            words = [_packed(scalars[i : i + 4]) for i in range(0, count, 4)]
+            kind = ir.VectorType.get((len(words),), ptx.int_type())
+            as_bytes = ir.VectorType.get((count,), ptx.int_type(8))
+            registers[place] = vector.bitcast(as_bytes, vector.from_elements(kind, words))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
+
+    return emit(x)
+
+
+def _packed(four: list):
+    """Four float32 as int8 in a word, the first in its lowest bits."""
+    i32 = ptx.int_type()
+    whole = [_pure("cvt.rni.s32.f32 $0, $1;", x) for x in four]
+    pack = "cvt.pack.sat.s8.s32.b32 $0, $1, $2, $3;"
+    high = _pure(pack, whole[3], whole[2], mgpu.c(0, i32))
+    return _pure(pack, whole[1], whole[0], high)
+
+
+def _pure(text: str, *operands):
+    """An instruction that only computes, on a word."""
+    [result] = ptx.asm(
+        text, operands, returns=[ptx.int_type()], touches_memory=False, has_side_effects=False
+    )
+    return result

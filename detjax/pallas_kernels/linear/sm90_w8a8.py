@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of 8-bit activations and weights on Hopper, with tiles chosen by M."""
+
+import jax
+import jax.numpy as jnp
+
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
+
+
+def _multiply(
+    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype, is_gated: bool = False
+) -> jax.Array:
+    """Multiply and scale, in one launch.
+
+    Raises:
+        NotImplementedError: If N is no multiple of 64, or of 128 where half of it are gates.
+    """
+    unit = 128 if is_gated else 64
+    if w.shape[0] % unit:
+        raise NotImplementedError(
+            f"sm90 multiplies 8-bit weights of a multiple of {unit} rows, not {w.shape[0]}; use "
+            "quantized_activations='off', or portable"
+        )
+    product = Product(
+        num_rows=x.shape[0],
+        num_out=w.shape[0],
+        num_leaves=1,
+        leaf_len=x.shape[1],
+        out_bytes=jnp.dtype(out_dtype).itemsize,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        is_gated=is_gated,
+        is_w8a8=True,
+    )
+    return matmul(
+        x, w, bias, residual,
+        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product),
+    )  # fmt: skip
+
+
+def w8a8_product(
+    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+) -> jax.Array:
+    """See `w8a8.product`.
+
+    Numerics:
+        # ORDER: free, as wgmma adds products of int8 in int32 exactly.
+        # ROUND: the sum to float32, its two products with scales, the sums with bias and residual,
+        and the result, each once.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    return _multiply(x, w, bias, residual, out_dtype=out_dtype)
+
+
+def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `w8a8.product_swiglu`.
+
+    Numerics:
+        # ORDER, # ROUND: gates and ups as in `w8a8_product`, rounded to bfloat16; then the
+        instructions of `swiglu`.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    return _multiply(x, w, None, None, out_dtype=out_dtype, is_gated=True)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose activations and weights are 8-bit integers (W8A8).
+
+A row of activations is quantised by its own greatest value, so that no batchmate changes it. The
+sum of products of integers is exact in int32. It has one value for every order, tile, split and
+rank.
+"""
+
+import jax.numpy as jnp
+
+from detjax.array_types import Activation, Array
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+
+MAX_CHANNELS = 2**16
+"""Most input channels. The sum of so many products of -128 and -128 is 2**30."""
+
+
+def quantize_rows(x: Activation[Array, "M K"], *, backend: Backend) -> QuantizedRows:
+    """Turn each row into 8-bit integers and a scale.
+
+    `peak = max_k(abs(x[m, k]))`, `scale = peak / 127`, `q[m, k] = round(x[m, k] * (127 / peak))`
+
+    Args:
+        x: Activations.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K is more than `MAX_CHANNELS`.
+
+    Numerics:
+        Both quotients and the product are float32, each rounded to nearest. `round` is to the
+        nearest integer, ties to even, saturated to -128 and 127. A row of zeros has q = 0 and
+        scale = 0. A row with an infinity or a NaN has a scale that is none either, so its products
+        are NaN.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+
+    Reference:
+        Dynamic quantisation by token: Yao et al. 2022, arXiv:2206.01861.
+    """
+    _check_width(x)
+    return KERNELS[backend].quantize_rows(x)
+
+
+def rms_norm_quantize(
+    x: Activation[Array, "M K"], gain: Activation[Array, " K"], *, eps: float, backend: Backend
+) -> QuantizedRows:
+    """Normalise rows of the residual stream and quantise them.
+
+    `out = quantize_rows(rms_norm(x, gain))`
+
+    Args:
+        x: The residual stream.
+        gain: Of the norm.
+        eps: Of the norm.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K is more than `MAX_CHANNELS`.
+
+    Numerics:
+        The bits of the two operations one after the other; on sm90 one launch.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    _check_width(x)
+    return KERNELS[backend].rms_norm_quantize(x, gain, eps=eps)
+
+
+def product(
+    x: QuantizedRows,
+    w: W8A8Matrix,
+    bias: Activation[Array, " O"] | None = None,
+    residual: Activation[Array, "M O"] | None = None,
+    *,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> Activation[Array, "M O"]:
+    """Multiply quantised rows by quantised weights.
+
+    `out[m, o] = round(residual[m, o] + (x_scale[m] * (w_scale[o] * sum_k(q[m, k] * v[o, k])) +
+    bias[o]))`
+
+    Args:
+        x: Of `quantize_rows`.
+        w: Weights, (out, in).
+        bias: Added in float32.
+        residual: Added last, in float32.
+        out_dtype: What the result is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w` differ.
+
+    Numerics:
+        The sum is exact in int32 and rounded to float32. Each product with a scale and each sum is
+        float32 and rounded on its own; the portable backend may fuse the last product with the sum
+        that follows.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    _check_product(x, w)
+    return KERNELS[backend].w8a8_product(x, w, bias, residual, out_dtype=out_dtype)
+
+
+def product_swiglu(
+    x: QuantizedRows, w_gate_up: W8A8Matrix, *, out_dtype: jnp.dtype, backend: Backend
+) -> Activation[Array, "M F"]:
+    """Multiply quantised rows by gates and ups, and gate.
+
+    `out = swiglu(product(x, w_gate_up))`
+
+    Args:
+        x: Of `quantize_rows`.
+        w_gate_up: Rows of gates, then of ups, (out, in).
+        out_dtype: Of the result, and of gates and ups in between.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If K of `x` and `w_gate_up` differ or there are not as many gates as ups.
+
+    Numerics:
+        The bits of the two operations one after the other; on sm90 one launch.
+        Claims: run-invariant, batch-invariant, path-consistent.
+    """
+    _check_product(x, w_gate_up)
+    if w_gate_up.shape[0] % 2:
+        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    return KERNELS[backend].w8a8_swiglu(x, w_gate_up, out_dtype=out_dtype)
+
+
+def _check_width(x) -> None:
+    if x.shape[1] > MAX_CHANNELS:
+        raise ValueError(
+            f"{x.shape[1]} channels may sum to more than int32 holds; {MAX_CHANNELS} is most"
+        )
+
+
+def _check_product(x: QuantizedRows, w: W8A8Matrix) -> None:
+    if x.shape[1] != w.shape[1]:
+        raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""8-bit activations times 8-bit weights: exact sums, whatever the order, batch and tiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear import (
+    sm90_flat_matmul,
+    sm90_quantize_rows,
+    sm90_tall_matmul,
+    w8a8,
+)
+from detjax.pallas_kernels.linear.api import (
+    linear,
+    linear_add,
+    linear_add_rms_norm,
+    linear_partial,
+    linear_swiglu,
+    norm_linear,
+    norm_linear_swiglu,
+)
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import (
+    FlatTiles,
+    Product,
+    TallTiles,
+    choose_tiles,
+    smem_bytes,
+)
+from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+EPS = 1e-5
+REDUCTION = tree_reduction(1024, NumericsProfile())
+"""Of no account here: integers need no leaves."""
+BACKENDS = [Backend.PORTABLE, pytest.param(Backend.SM90, marks=pytest.mark.gpu)]
+
+
+def drawn_rows(num_rows: int, width: int) -> np.ndarray:
+    """Rows of several sizes: of zeros, tiny, with ties, and with a peak of each sign."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(num_rows, width)) * 2.0 ** rng.integers(-20, 20, (num_rows, 1))
+    rows[0, : width // 2] = np.arange(width // 2) % 255 - 127  # each integer, as a peak is 127
+    if num_rows > 4:
+        rows[1] = 0
+        rows[2] *= 2.0**-90
+        rows[3, 5] = -np.abs(rows[3]).max() * 3
+        rows[4, : width // 2] = (np.arange(width // 2) % 254 - 126.5) / 2
+        rows[4, -1] = 63.5
+    return rows.astype(ml_dtypes.bfloat16)
+
+
+def drawn_weights(shape: tuple[int, int]) -> W8A8Matrix:
+    rng = np.random.default_rng(1)
+    values = rng.integers(-128, 128, shape, dtype=np.int8)
+    scales = rng.uniform(0.001, 0.01, shape[0]).astype(np.float32)
+    return W8A8Matrix(values=jnp.asarray(values), scales=jnp.asarray(scales))
+
+
+def by_numpy(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantised rows and their scales, from the definition."""
+    wide, largest = rows.astype(np.float32), np.float32(127)
+    peak = np.abs(wide).max(axis=1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(peak == 0, np.float32(0), largest / peak)
+    values = np.rint(wide * inverse[:, None].astype(np.float32)).clip(-128, 127).astype(np.int8)
+    return values, peak / largest
+
+
+def product_by_numpy(rows: np.ndarray, w: W8A8Matrix, bias=None, residual=None) -> np.ndarray:
+    """The product, from the definition: float32."""
+    values, scales = by_numpy(rows)
+    sums = values.astype(np.int64) @ np.asarray(w.values).astype(np.int64).T
+    total = scales[:, None] * (np.asarray(w.scales)[None] * sums.astype(np.float32))
+    if bias is not None:
+        total = total + np.asarray(bias).astype(np.float32)[None]
+    return total if residual is None else np.asarray(residual).astype(np.float32) + total
+
+
+@pytest.fixture
+def one_cta(monkeypatch):
+    """Give every tile to one CTA: interpretation runs CTAs side by side on few threads."""
+    for module in (sm90_flat_matmul, sm90_tall_matmul):
+        monkeypatch.setattr(module, "NUM_SMS", 1)
+    matmul.clear_cache()
+    yield
+    matmul.clear_cache()
+
+
+# ----------------------------------------------------------------------------- what it computes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [512, 4096, 14336])
+def test_rows_are_quantised_as_the_definition_says(backend, width):
+    rows = drawn_rows(19, width)
+    values, scales = by_numpy(rows)
+    found = w8a8.quantize_rows(jnp.asarray(rows), backend=backend)
+    assert_bitwise_equal(found.values, values, claim="8-bit integers")
+    assert_bitwise_equal(found.scales[: len(rows)], scales, claim="scales")
+    assert np.abs(values).max() == 127 and (values[1] == 0).all() and scales[1] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend):
+    rows = drawn_rows(3, 512)
+    rows[0, 3], rows[1, 4] = np.nan, -np.inf
+    rows[2] = np.where(np.isfinite(rows[2]), rows[2], 1)
+    out = linear(jnp.asarray(rows), drawn_weights((64, 512)), out_dtype=F32, backend=backend)
+    is_nan = np.isnan(np.asarray(out))
+    assert is_nan[:2].all() and not is_nan[2].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_rows", [1, 9, 65])
+def test_a_product_is_what_the_definition_says(backend, num_rows):
+    rows, w = drawn_rows(num_rows, 1024), drawn_weights((192, 1024))
+    want = product_by_numpy(rows, w)
+    found = linear(jnp.asarray(rows), w, out_dtype=F32, backend=backend)
+    assert_bitwise_equal(found, want, claim="scaled sums")
+    found = linear(jnp.asarray(rows), w, out_dtype=BF16, backend=backend)
+    assert_bitwise_equal(found, want.astype(ml_dtypes.bfloat16), claim="rounded once")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fused_operations_are_those_one_after_the_other(backend):
+    rows, w = jnp.asarray(drawn_rows(17, 1024)), drawn_weights((256, 1024))
+    rows = jnp.clip(rows, -1e4, 1e4)
+    gain = jnp.asarray(np.random.default_rng(2).normal(size=1024), BF16)
+    normed = rms_norm(rows, gain, eps=EPS, backend=backend)
+    options: dict = {"backend": backend}
+    plain = linear(normed, w, out_dtype=BF16, **options)
+    found = norm_linear(rows, gain, w, eps=EPS, out_dtype=BF16, **options)
+    assert_bitwise_equal(found, plain, claim="norm, then product")
+    want = swiglu(plain, backend=backend)
+    assert_bitwise_equal(linear_swiglu(normed, w, **options), want, claim="product, then gate")
+    found = norm_linear_swiglu(rows, gain, w, eps=EPS, **options)
+    assert_bitwise_equal(found, want, claim="norm, product, gate")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_residual_and_norm_follow_the_product(backend):
+    rows, w = drawn_rows(17, 1024), drawn_weights((256, 1024))
+    rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
+    rng = np.random.default_rng(3)
+    residual = jnp.asarray(rng.normal(size=(17, 256)) * 100, BF16)
+    gain = jnp.asarray(rng.normal(size=256), BF16)
+    options: dict = {"reduction": REDUCTION, "backend": backend}
+    total = linear_add(jnp.asarray(rows), w, residual, None, **options)
+    if backend is Backend.SM90:  # the portable backend may fuse the last two operations
+        want = product_by_numpy(rows, w, residual=residual).astype(ml_dtypes.bfloat16)
+        assert_bitwise_equal(total, want, claim="the residual is added last")
+    again, normed = linear_add_rms_norm(
+        jnp.asarray(rows), w, residual, None, gain, eps=EPS, **options
+    )
+    assert_bitwise_equal(again, total, claim="the same stream")
+    want = rms_norm(total, gain, eps=EPS, backend=backend)
+    assert_bitwise_equal(normed, want, claim="and its norm")
+
+
+def test_a_rank_with_a_part_of_the_channels_is_refused():
+    rows, w = jnp.asarray(drawn_rows(2, 512)), drawn_weights((64, 512))
+    with pytest.raises(ValueError, match="one rank has all of I"):
+        linear_partial(rows, w, reduction=REDUCTION, backend=Backend.PORTABLE)
+
+
+def test_the_expansion_is_that_of_the_codes():
+    w = drawn_weights((64, 128))
+    want = (np.asarray(w.values).astype(np.float32) * np.asarray(w.scales)[:, None]).astype(
+        ml_dtypes.bfloat16
+    )
+    assert_bitwise_equal(w.expand(), want, claim="the bfloat16 matrix")
+
+
+# ------------------------------------------------------------------------------ what is claimed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_order_of_channels_changes_a_bit(backend):
+    rows, w = jnp.asarray(drawn_rows(9, 2048)), drawn_weights((64, 2048))
+    order = np.random.default_rng(4).permutation(2048)
+    turned = W8A8Matrix(values=w.values[:, order], scales=w.scales)
+    out = linear(rows, w, out_dtype=F32, backend=backend)
+    again = linear(rows[:, order], turned, out_dtype=F32, backend=backend)
+    assert_bitwise_equal(again, out, claim="sums of integers are exact")
+    # Control: bfloat16 products of the same rows and weights depend on the order.
+    plain = linear(rows, w.expand(), out_dtype=F32, backend=backend)
+    other = linear(rows[:, order], w.expand()[:, order], out_dtype=F32, backend=backend)
+    assert count_different_bits(plain, other) > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_batchmate_changes_a_bit(backend):
+    rows, w = drawn_rows(33, 1024), drawn_weights((128, 1024))
+    whole = linear(jnp.asarray(rows), w, out_dtype=BF16, backend=backend)
+    for chosen in ([7], [7, 1, 2], list(range(7, 30)), list(range(32, -1, -1))):
+        part = linear(jnp.asarray(rows[chosen]), w, out_dtype=BF16, backend=backend)
+        assert_bitwise_equal(part, np.asarray(whole)[chosen], claim=f"rows {chosen}")
+    # Control: with one scale for all rows, a row's bits depend on the others.
+    shared = rows.astype(np.float32)
+    shared[:, 0] = np.abs(shared).max()
+    apart = linear(jnp.asarray(shared, BF16), w, out_dtype=BF16, backend=backend)
+    assert count_different_bits(apart[7:8], whole[7:8]) > 0
+
+
+# -------------------------------------------------------------------------- kernels without a GPU
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "has_residual", "tiles"),
+    [
+        (5, 128, False, FlatTiles(cols=8, stages=2, k=128)),
+        (24, 128, True, FlatTiles(cols=16, stages=3, k=256)),
+        (5, 256, False, FlatTiles(cols=8, stages=2, k=128, num_wgs=2, is_gated=True)),
+        (72, 128, True, TallTiles(cols=64, stages=2, k=128)),
+        (136, 256, False, TallTiles(cols=128, stages=2, k=64, is_gated=True, out_span=64)),
+    ],
+)
+def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, one_cta):
+    # Powers of two as scales: a CPU may fuse the last product with the sum that follows.
+    w = drawn_weights((num_out, 512))
+    exponents = np.random.default_rng(7).integers(-9, -6, num_out)
+    w = W8A8Matrix(values=w.values, scales=jnp.asarray(2.0**exponents, F32))
+    x = np.random.default_rng(8).integers(-127, 128, (num_rows, 512))
+    x[:, 3] = 127
+    x = jnp.asarray(x * 2.0 ** (np.arange(num_rows)[:, None] % 3), BF16)
+    rows = w8a8.quantize_rows(x, backend=Backend.PORTABLE)
+    spare = jnp.full(num_rows + sm90_quantize_rows.SPARE_SCALES, jnp.nan, F32)
+    rows = QuantizedRows(values=rows.values, scales=spare.at[:num_rows].set(rows.scales))
+    residual = None
+    if has_residual:
+        values = np.random.default_rng(5).integers(-9, 9, (num_rows, num_out))
+        residual = jnp.asarray(values, F32)
+    found = matmul(
+        rows, w, None, residual,
+        leaf_len=512, out_dtype=BF16 if tiles.is_gated else F32, tiles=tiles, interpret=INTERPRET,
+    )  # fmt: skip
+    if tiles.is_gated:
+        want = linear_swiglu(x, w, backend=Backend.PORTABLE)
+        # A CPU's exp has other bits inside the kernel, so that a result may be rounded otherwise.
+        error = np.abs(np.asarray(found, F32) - np.asarray(want, F32))
+        assert (error <= 2.0**-7 * np.abs(np.asarray(want, F32))).all()
+    else:
+        want = product_by_numpy(np.asarray(x), w, residual=residual)
+        assert_bitwise_equal(found, want, claim="the definition")
+
+
+@pytest.mark.parametrize("width", [512, 3072])
+def test_quantising_in_interpret_mode(width):
+    rows = drawn_rows(3, width)
+    values, scales = by_numpy(rows)
+    found = sm90_quantize_rows.quantize_rows(jnp.asarray(rows), interpret=True)
+    assert_bitwise_equal(found.values, values, claim="8-bit integers")
+    assert_bitwise_equal(found.scales[:3], scales, claim="scales")
+
+
+def test_rows_that_no_kernel_takes_are_refused():
+    with pytest.raises(NotImplementedError, match="multiple of 512 channels, not 768"):
+        sm90_quantize_rows.quantize_rows(jnp.zeros((1, 768), BF16))
+    with pytest.raises(ValueError, match="65536 is most"):
+        w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), backend=Backend.PORTABLE)
+    rows = QuantizedRows(values=jnp.zeros((1, 512), jnp.int8), scales=jnp.zeros(1))
+    with pytest.raises(ValueError, match="must agree in their last axis"):
+        w8a8.product(rows, drawn_weights((64, 128)), out_dtype=F32, backend=Backend.PORTABLE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 65, 128, 129, 256, 1000, 4000])
+@pytest.mark.parametrize(
+    ("num_out", "k_len", "is_gated"),
+    [(6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (4672, 3584, False)],
+)
+def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated):
+    product = Product(
+        num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=k_len, out_bytes=2,
+        is_gated=is_gated, has_residual=not is_gated, is_w8a8=True,
+    )  # fmt: skip
+    tiles = choose_tiles(product)
+    assert tiles.groups == 1 and tiles.stages >= 2 and k_len % tiles.k == 0
+    used = smem_bytes(tiles, out_bytes=2, has_residual=not is_gated, operand_bytes=1)
+    assert used <= SMEM_BYTES
+    outputs = num_out // 2 if is_gated else num_out
+    if isinstance(tiles, FlatTiles):
+        assert outputs % (tiles.out_rows * tiles.num_wgs) == 0
+    else:
+        assert outputs % (tiles.out_cols * tiles.cluster[1]) == 0
+        reach = tiles.cta_rows * tiles.cluster[0]
+        assert -num_rows % reach <= sm90_quantize_rows.SPARE_SCALES
+
+
+# ------------------------------------------------------------------------------ on a Hopper GPU
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "odd": (1088, 3584)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_of_whole_shapes_on_a_gpu(name):
+    shape = SHAPES[name]
+    rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape)
+    rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
+    residual = jnp.asarray(np.random.default_rng(6).normal(size=(1030, shape[0])) * 50, BF16)
+    sums = jax.jit(functools.partial(_exact_sums))(
+        w8a8.quantize_rows(jnp.asarray(rows), backend=Backend.SM90).values, w.values
+    )
+    _, scales = by_numpy(rows)
+    wide = np.asarray(sums).astype(np.float32)
+    plain = scales[:, None] * (np.asarray(w.scales)[None] * wide)
+    added = (np.asarray(residual).astype(np.float32) + plain).astype(ml_dtypes.bfloat16)
+    for num_rows in (1, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511, 1030):
+        x = jnp.asarray(rows[:num_rows])
+        found = linear(x, w, out_dtype=F32, backend=Backend.SM90)
+        assert_bitwise_equal(found, plain[:num_rows], claim=f"{num_rows} rows")
+        found = linear_add(
+            x, w, residual[:num_rows], None, reduction=REDUCTION, backend=Backend.SM90
+        )
+        assert_bitwise_equal(found, added[:num_rows], claim=f"{num_rows} rows with a residual")
+
+
+def _exact_sums(values, weights):
+    """By XLA, in int32."""
+    return jax.lax.dot_general(
+        values, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
