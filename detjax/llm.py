@@ -150,18 +150,12 @@ class LLM:
             FileNotFoundError: If the model or a file of it is missing.
         """
         _check_engine_options(engine_options)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
-        if generation_config not in ("auto", "none"):
-            raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        _check_choices(gpu_memory_utilization, generation_config)
         profile = _profile_of(profile, dtype)
-        speculative = None
-        if speculative_config is not None:
-            speculative = SpeculativeConfig.of(speculative_config)
+        speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        recommended = default_sampling(folder) if generation_config == "auto" else {}
-        sampling = SamplingParams(**recommended)
+        sampling = _sampling_of(folder, generation_config)
         tokenizer = Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
@@ -178,17 +172,12 @@ class LLM:
                 progress=told,
                 num_processes=num_processes,
             )
-            draft_model = None
-            if speculative and speculative.model:
-                draft_model = load_draft_model(
-                    speculative.model, model=loaded, tokenizer=tokenizer, progress=told
-                )
+            draft_model = _draft_model_of(speculative, loaded, tokenizer, told)
         sizes = dict(
             batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
             num_pages=num_pages, mode=mode, **engine_options,
         )  # fmt: skip
-        asked = speculative.engine_options() if speculative else {}
-        asked |= {name: value for name, value in sizes.items() if value is not None}
+        asked = _asked(speculative, sizes)
         engine = choose_sizes(
             loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
         )
@@ -508,6 +497,53 @@ def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsP
     if dtype is not None:
         raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
     return profile
+
+
+def _check_choices(gpu_memory_utilization: float, generation_config: str) -> None:
+    """Refuse values that are out of range."""
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
+    if generation_config not in ("auto", "none"):
+        raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+
+
+def _sampling_of(folder: Path, generation_config: str) -> SamplingParams:
+    """What a model recommends, if it is asked for that."""
+    return SamplingParams(**(default_sampling(folder) if generation_config == "auto" else {}))
+
+
+def _speculative_of(
+    given: SpeculativeConfig | Mapping[str, Any] | str | None,
+) -> SpeculativeConfig | None:
+    """Where drafts come from, if it is said.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if given is None:
+        return None
+    try:
+        return SpeculativeConfig.of(given)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {error}") from error
+
+
+def _draft_model_of(
+    speculative: SpeculativeConfig | None,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> LoadedModel | None:
+    """The draft model, if one makes the drafts."""
+    if speculative is None or not speculative.model:
+        return None
+    return load_draft_model(speculative.model, model=model, tokenizer=tokenizer, progress=progress)
+
+
+def _asked(speculative: SpeculativeConfig | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `EngineConfig` that are given, and those that follow from the drafts."""
+    of_drafts = {} if speculative is None else speculative.engine_options()
+    return of_drafts | {name: value for name, value in given.items() if value is not None}
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:

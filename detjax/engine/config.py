@@ -132,36 +132,12 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
-        if self.draft_weights != "full" and self.mode != "dvr":
-            if self.draft_weights != DRAFT_MODEL or self.mode == "fast":
-                needed = "'dvr'" + " or 'invariant'" * (self.draft_weights == DRAFT_MODEL)
-                raise ValueError(
-                    f"draft_weights={self.draft_weights!r} needs mode={needed}, not {self.mode!r}"
-                )
-        if self.mode == "dvr" and self.decode_steps > max(1, self.verify_window - 1):
-            raise ValueError(
-                f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
-                f"{self.verify_window - 1} in dvr, the drafts of a window"
-            )
         if self.max_len * self.verify_window >= 2**31:
             raise ValueError(
                 f"max_len={self.max_len} times verify_window={self.verify_window} must be below "
                 "2**31: a slot keeps a position and its number of drafts in one int32"
             )
-        if self.has_prompt_lookup and self.decode_steps > 1:
-            raise ValueError(
-                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
-                "every token before it proposes the next"
-            )
-        if self.has_prompt_lookup and self.mode != "invariant":
-            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
-        if self.draft_weights == DRAFT_MODEL and (self.verify_window < 2 or self.has_prompt_lookup):
-            raise ValueError(
-                f"draft_weights={DRAFT_MODEL!r} needs verify_window={self.verify_window} above 1, "
-                f"a token and its drafts, and has_prompt_lookup={self.has_prompt_lookup} off"
-            )
-        if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
-            raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
+        self._check_drafts()
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
                 raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
@@ -174,6 +150,35 @@ class EngineConfig:
         for shape in self.prefill_shapes:
             if len(shape) != 2 or min(shape) < 1:
                 raise ValueError(f"{shape} of prefill_shapes must be (sequences, tokens of each)")
+
+    def _check_drafts(self) -> None:
+        """Check what drafts go with."""
+        by_model = self.draft_weights == DRAFT_MODEL
+        modes = ("dvr", "invariant") if by_model else ("dvr",)
+        if self.draft_weights != "full" and self.mode not in modes:
+            needed = " or ".join(map(repr, modes))
+            raise ValueError(
+                f"draft_weights={self.draft_weights!r} needs mode={needed}, not {self.mode!r}"
+            )
+        if self.mode == "dvr" and self.decode_steps > max(1, self.verify_window - 1):
+            raise ValueError(
+                f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
+                f"{self.verify_window - 1} in dvr, the drafts of a window"
+            )
+        if self.has_prompt_lookup and self.decode_steps > 1:
+            raise ValueError(
+                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
+                "every token before it proposes the next"
+            )
+        if self.has_prompt_lookup and self.mode != "invariant":
+            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
+        if by_model and (self.verify_window < 2 or self.has_prompt_lookup):
+            raise ValueError(
+                f"draft_weights={DRAFT_MODEL!r} needs verify_window={self.verify_window} above 1, "
+                f"a token and its drafts, and has_prompt_lookup={self.has_prompt_lookup} off"
+            )
+        if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
+            raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,6 +111,41 @@ def places[T: Row](key: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]) -> Iter
             yield replica * key.rows + i, row
 
 
+def _programs_for(
+    model: LoadedModel,
+    config: ReplicaConfig,
+    programs: ProgramCache | None,
+    candidates: Candidates,
+    draft_model: LoadedModel | None,
+) -> ProgramCache:
+    """The programs of an engine: `programs` if they have its sizes, or new ones if None.
+
+    Raises:
+        ValueError: If they are of another model or other sizes.
+    """
+    dp = config.num_replicas
+    sizes = {
+        "num_pages": dp * config.num_pages,
+        "num_slots": dp * config.num_slots,
+        "window_len": config.verify_window,
+    }
+    if programs is None:
+        return ProgramCache(
+            model,
+            num_pages=sizes["num_pages"],
+            num_slots=sizes["num_slots"],
+            window_len=sizes["window_len"],
+            candidates=candidates,
+            draft_model=draft_model,
+        )
+    if not programs.is_for(model, draft_model, **sizes):
+        raise ValueError(
+            f"programs for {programs.sizes} are not of this model and {sizes}; share "
+            "those of an engine of these sizes, or none"
+        )
+    return programs
+
+
 class ModelRunner:
     """The device's side of an engine: weights, programs, cache and slots.
 
@@ -148,25 +183,7 @@ class ModelRunner:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
-        dp = config.num_replicas
-        sizes = {
-            "num_pages": dp * config.num_pages,
-            "num_slots": dp * config.num_slots,
-            "window_len": config.verify_window,
-        }
-        self.programs = programs or ProgramCache(
-            model,
-            num_pages=sizes["num_pages"],
-            num_slots=sizes["num_slots"],
-            window_len=sizes["window_len"],
-            candidates=candidates,
-            draft_model=draft_model,
-        )
-        if not self.programs.is_for(model, draft_model, **sizes):
-            raise ValueError(
-                f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
-                "those of an engine of these sizes, or none"
-            )
+        self.programs = _programs_for(model, config, programs, candidates, draft_model)
         self._device = DeviceState(
             model,
             self.programs,
@@ -193,8 +210,9 @@ class ModelRunner:
         )
         self._forget_rows()
         # What each slot's row of the page table holds, and how much of it is up to date.
-        self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
-        self._num_synced = np.zeros((dp, config.num_slots), np.int32)
+        slots = config.num_replicas, config.num_slots
+        self._tables = np.zeros((*slots, config.table_len), np.int32)
+        self._num_synced = np.zeros(slots, np.int32)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
