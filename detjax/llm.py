@@ -162,16 +162,9 @@ class LLM:
         self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
             loaded, reason = load_on_devices(
-                folder,
-                profile=profile,
-                backend=backend,
-                dp=dp,
-                tp=tp,
-                cast_weights=cast_weights,
-                quantized_weights=quantized_weights,
-                progress=told,
-                num_processes=num_processes,
-            )
+                folder, profile=profile, backend=backend, dp=dp, tp=tp, cast_weights=cast_weights,
+                quantized_weights=quantized_weights, progress=told, num_processes=num_processes,
+            )  # fmt: skip
             draft_model = _draft_model_of(speculative, loaded, tokenizer, told)
         sizes = dict(
             batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,

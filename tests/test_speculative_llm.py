@@ -98,5 +98,5 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path):
 
 
 def test_a_draft_model_that_is_not_there_is_named():
-    with pytest.raises(FileNotFoundError, match="no-such-folder"):
+    with pytest.raises(ValueError, match="'./no-such-folder' is neither an existing folder"):
         detjax.LLM(speculative_config={"model": "./no-such-folder"}, **SIZES)

@@ -177,6 +177,17 @@ def test_drafts_go_on_after_preemption_and_a_found_prefix(engine, draft):
     assert made.stats().drafts["draft_model"].acceptance > 0.9
 
 
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+def test_a_draft_model_on_a_mesh_changes_no_bit(plain, dp, tp):
+    model, draft = (dummy_model(MODEL, dp=dp, tp=tp) for _ in range(2))
+    sizes = SIZES | {"batch_size": 2 * dp, "num_pages": PAGES * dp}
+    made = Engine(model, EngineConfig(**sizes, **DRAFT_MODEL), draft_model=draft)
+    assert_same(made.generate(requests()), plain)
+    assert made.stats().drafts["draft_model"].acceptance > 0.6
+
+
 def test_only_programs_that_are_compiled_ahead_have_run(programs, plain):
     configs = [
         EngineConfig(**SIZES, **DRAFT_MODEL, mode=mode, max_draft_batch=most)
