@@ -306,8 +306,8 @@ class GenerateArgs:
             default=1,
             parse=int,
             help="with --check: run N times, at other batch sizes, orders and chunks, among other "
-            "neighbours, with --mode dvr every other run in invariant; completions of the first "
-            "run are written",
+            "neighbours, with --mode dvr or a draft model every other run in invariant without "
+            "drafts; completions of the first run are written",
         ),
         _CHECK,
     )

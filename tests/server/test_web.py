@@ -175,7 +175,7 @@ def test_origins_are_given_as_words_or_as_vllm_has_them():
         (["--ssl-certfile", "c.pem", "--ssl-cert-reqs", "2"], "needs --ssl-ca-certs"),
         (["--log-level", "loud"], "invalid choice"),
         (["--speculative-config", "{"], "--speculative-config: { is no JSON object"),
-        (["--speculative-config", '{"method": "ngram"}', "--mode", "dvr"], "needs --mode invariant"),
+        (["--mode", "dvr", "--speculative-config", '{"method": "ngram"}'], "--mode invariant"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(argv, says):
