@@ -32,7 +32,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, largest_array
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -186,7 +186,7 @@ def attend(
         eps=config.rms_norm_eps,
         profile=ctx.profile,
         backend=ctx.backend,
-        prefetch=None if is_quantized(weights["o"]) else weights["o"],
+        prefetch=largest_array(weights["o"]),
     )
     return pages, out.reshape(batch * length, -1)
 

@@ -70,7 +70,7 @@ def rope_attention(
     eps: float,
     profile: NumericsProfile,
     backend: Backend,
-    prefetch: Activation[Array, "O I"] | None = None,
+    prefetch: Array | None = None,
 ) -> tuple[Activation[Array, "B T H C"], Activation[Array, "L N 2 K P C"]]:
     """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
 

@@ -236,6 +236,13 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, QUANTIZED)
 
 
+def largest_array(w: AnyMatrix) -> jax.Array:
+    """The array that a product spends its time on: the weights themselves, or their codes."""
+    if isinstance(w, W8A8Matrix):
+        return w.values
+    return w.codes if isinstance(w, QuantizedMatrix) else w
+
+
 def expanded(w: AnyMatrix) -> jax.Array:
     """The matrix itself, or what a quantised one stands for."""
     return w.expand() if isinstance(w, QUANTIZED) else w
