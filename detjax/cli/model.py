@@ -208,6 +208,8 @@ def _load_draft_model(
 def _shared_settings(args: GenerateArgs) -> str:
     """The options that all processes of a job are given alike."""
     options = dataclasses.asdict(args)
+    # A set is written in another order by each process.
+    options["given"] = sorted(args.given - OWN_OPTIONS)
     return repr({name: value for name, value in options.items() if name not in OWN_OPTIONS})
 
 
