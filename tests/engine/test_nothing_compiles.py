@@ -171,7 +171,8 @@ def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
                 ({"mode": "dvr", "verify_window": 4}, ({},), 0),
                 ({"mode": "dvr", "verify_window": 4}, ({"structured_output": FORM}, {}), 1),
                 ({"has_prompt_lookup": True, "verify_window": 4}, ({},), 2),
-                (DRAFTED, ({},), 1),
+                (DRAFTED, ({},), 0),
+                (DRAFTED, ({}, {"structured_output": FORM}), 1),
             )
         ],
     ),

@@ -283,14 +283,23 @@ def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request
         and _holds(table_lens(key.kind, config), key.table_len, -(-longest // config.page_len))
     ):
         return False
-    # A sequence with a form is never drafted.
-    drafts_all = (
-        config.max_draft_fraction >= 1
-        and not config.max_draft_batch
-        and all(r.is_deterministic and r.sampling.structured_output is None for r in requests)
-    )
     is_draft = key.mode == "fast" and key.weights == config.draft_weights
-    return key.kind == "verify" or config.mode != "dvr" or is_draft or not drafts_all
+    return key.kind == "verify" or is_draft or not _drafts_all(config, requests)
+
+
+def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
+    """Whether all sequences of these requests are drafted on the device as long as they run."""
+    if config.mode != "dvr" and config.draft_weights != DRAFT_MODEL:
+        return False
+    num_asked = sum(r.sampling.num_sequences for r in requests)
+    num_running = min(num_asked, config.num_replicas * config.num_slots)
+    is_small = not config.max_draft_batch or num_running <= config.max_draft_batch
+    # A sequence with a form is never drafted.
+    are_drafted = all(
+        (r.is_deterministic or config.mode == "invariant") and r.sampling.structured_output is None
+        for r in requests
+    )
+    return config.max_draft_fraction >= 1 and is_small and are_drafted
 
 
 def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
