@@ -4,13 +4,13 @@
 python -m benchmarks.quantized --folder /tmp/q --out rows.jsonl
 
 A bfloat16 folder of 8B shapes with random weights is written, and quantised by each scheme. Each
-folder is opened with packed and with expanded weights (`quantized_weights`), and int8-w8a8 with
-8-bit activations as well. Answers to prompts of 1 to 1000 tokens must have the same digests alone
-and together. Packed and expanded weights must have equal digests and one hash. A decode step's time
-is that of `generate` with 150 tokens less that with 30, over 120; the prompts are of 512 tokens,
-differ, and are cached. Prompts' times are of one prompt of 4000 tokens that is not. A run is 512
-requests of 512 tokens, none cached, and 128 new tokens each. Exit status 3 if an answer or a hash
-differs.
+folder is opened with packed and with expanded weights (`quantized_weights`). Those whose config asks
+for 8-bit activations are also opened with "w8a8". Answers to prompts of 1 to 1000 tokens must have
+the same digests alone and together. Packed and expanded weights must have equal digests and one
+hash. A decode step's time is that of `generate` with 150 tokens less that with 30, over 120; the
+prompts are of 512 tokens, differ, and are cached. Prompts' times are of one prompt of 4000 tokens
+that is not. A run is 512 requests of 512 tokens, none cached, and 128 new tokens each. Exit status
+3 if an answer or a hash differs.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def main() -> None:
         row, packed = run(folder, "packed")
         keep(scheme=scheme, weights="packed", **row, quantize_s=quantize_s)
         is_good &= not row["different_alone"]
-        if scheme == "int8-w8a8":
+        if scheme in ("int8-w8a8", "fp8-dynamic"):
             row, w8a8 = run(folder, "w8a8")
             row |= {"is_same_hash": packed[1] == w8a8[1]}
             keep(scheme=scheme, weights="w8a8", **row)

@@ -361,30 +361,40 @@ def test_packed_weights_are_replaced_by_those_of_other_scales(tmp_path):
     assert digests(other) == digests(model)
 
 
-def w8a8_folder(tmp_path: Path) -> Path:
-    quantize_folder(BUNDLED, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
+def w8a8_folder(tmp_path: Path, scheme: str = "int8-w8a8") -> Path:
+    quantize_folder(BUNDLED, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
     return tmp_path / "q"
 
 
-def test_8_bit_activations_are_another_function_with_the_same_weights(tmp_path):
-    folder = w8a8_folder(tmp_path)
+@pytest.mark.parametrize(
+    ("scheme", "kind", "dtype"),
+    [("int8-w8a8", "int", jnp.int8), ("fp8-dynamic", "float", jnp.float8_e4m3fn)],
+)
+def test_8_bit_activations_are_another_function_with_the_same_weights(
+    tmp_path, scheme, kind, dtype
+):
+    folder = w8a8_folder(tmp_path, scheme)
     both, plain = opened(folder, mode="w8a8"), opened(folder)
     down = both.params["layers"][0]["down"]
-    assert isinstance(down, W8A8Matrix) and down.values.dtype == np.int8
+    assert isinstance(down, W8A8Matrix) and down.values.dtype == dtype
     assert not isinstance(both.params["lm_head"], W8A8Matrix)
-    assert both.quantization.endswith("multiplied with activations of 8-bit int, dynamic by token")
+    asked = f"multiplied with activations of 8-bit {kind}, dynamic by token"
+    assert both.quantization.endswith(asked)
     assert both.fingerprint != plain.fingerprint
     hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (both, plain)}
     assert len(hashes) == 1
     assert digests(both) != digests(plain)
     # The hash of weights can fail: a weight that is one off is seen.
-    other = dataclasses.replace(down, values=down.values.at[0, 0].add(1))
+    other = dataclasses.replace(down, values=down.values.at[0, 0].set(-down.values[0, 0] - 1))
     both.params["layers"][0]["down"] = other
     assert Identifier(both, name="q", tokenizer=None).weights() not in hashes
 
 
-def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(tmp_path, monkeypatch):
-    model = opened(w8a8_folder(tmp_path), mode="w8a8")
+@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-dynamic"], ["int8-w8a8"]))
+def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
+    tmp_path, monkeypatch, scheme
+):
+    model = opened(w8a8_folder(tmp_path, scheme), mode="w8a8")
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=3)
     prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)), [5] * 17)
     requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
@@ -401,16 +411,16 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(tmp_pat
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     rows_alone = portable.quantize_rows
 
-    def by_tensor(x):
-        rows = rows_alone(x)
+    def by_tensor(x, dtype):
+        rows = rows_alone(x, dtype=dtype)
         peak = jnp.max(rows.scales)
-        values = jnp.round(x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(jnp.int8)
+        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
     monkeypatch.setattr(portable, "quantize_rows", by_tensor)
     monkeypatch.setattr(
         portable, "rms_norm_quantize",
-        lambda x, gain, eps: by_tensor(portable.rms_norm(x, gain, eps=eps)),
+        lambda x, gain, eps, dtype: by_tensor(portable.rms_norm(x, gain, eps=eps), dtype),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
     alone = [found([request], self_check="off")[0] for request in requests]
@@ -434,8 +444,8 @@ def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
     ("scheme", "tp", "message"),
     [
         ("int8-w8a8", 2, "tp=2 is not implemented"),
-        ("int8-w8a16", 1, "needs symmetric int8 weights .* this checkpoint has weights of"),
-        ("fp8-dynamic", 1, "this checkpoint has weights of the format"),
+        ("int8-w8a16", 1, "needs symmetric 8-bit weights .* this checkpoint has weights of"),
+        ("int4-w4a16", 1, "this checkpoint has weights of the format"),
     ],
 )
 def test_8_bit_activations_are_refused_by_reason(tmp_path, scheme, tp, message):

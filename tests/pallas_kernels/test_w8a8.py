@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit activations times 8-bit weights: exact sums, whatever the order, batch and tiles."""
-
-import functools
+"""8-bit activations times 8-bit weights: no batch and no tile changes a bit; of int8, no order."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,13 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    FLOAT8_CHUNK,
+    LARGEST,
+    QuantizedRows,
+    W8A8Matrix,
+    operands_of,
+)
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     FlatTiles,
@@ -42,6 +46,8 @@ from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+INT8, FLOAT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
+DTYPES = [INT8, FLOAT8]
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 EPS = 1e-5
 REDUCTION = tree_reduction(1024, NumericsProfile())
@@ -63,28 +69,63 @@ def drawn_rows(num_rows: int, width: int) -> np.ndarray:
     return rows.astype(ml_dtypes.bfloat16)
 
 
-def drawn_weights(shape: tuple[int, int]) -> W8A8Matrix:
+def drawn_weights(shape: tuple[int, int], dtype=INT8) -> W8A8Matrix:
     rng = np.random.default_rng(1)
     values = rng.integers(-128, 128, shape, dtype=np.int8)
+    if dtype == FLOAT8:
+        values = (rng.normal(size=shape) * 2.0 ** rng.integers(-4, 6, shape)).clip(-448, 448)
+        values = values.astype(ml_dtypes.float8_e4m3fn)
     scales = rng.uniform(0.001, 0.01, shape[0]).astype(np.float32)
     return W8A8Matrix(values=jnp.asarray(values), scales=jnp.asarray(scales))
 
 
-def by_numpy(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def by_numpy(rows: np.ndarray, dtype=INT8) -> tuple[np.ndarray, np.ndarray]:
     """Quantised rows and their scales, from the definition."""
-    wide, largest = rows.astype(np.float32), np.float32(127)
+    wide, largest = rows.astype(np.float32), np.float32(LARGEST[dtype.name])
     peak = np.abs(wide).max(axis=1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(peak == 0, np.float32(0), largest / peak)
-    values = np.rint(wide * inverse[:, None].astype(np.float32)).clip(-128, 127).astype(np.int8)
-    return values, peak / largest
+    scaled = wide * inverse[:, None].astype(np.float32)
+    if dtype == FLOAT8:
+        return scaled.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn), peak / largest
+    return np.rint(scaled).clip(-128, 127).astype(np.int8), peak / largest
+
+
+def float8_chain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """What wgmma adds of float8 products, 32 channels a step, from 0: [M, K] by [N, K].
+
+    A step's products and the accumulator are aligned to the largest exponent, truncated at 13
+    fraction bits and added exactly. The sum is truncated to 13 fraction bits (arXiv:2511.10909).
+    """
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((len(a), len(b)))
+    for start in range(0, a.shape[1], 32):
+        columns = slice(start, start + 32)
+        x, y = wide_a[:, None, columns], wide_b[None, :, columns]
+        products = x * y
+        # Exponents of operands as they are stored: -6 is the least, also of subnormal numbers.
+        exponents = sum(np.maximum(np.frexp(it)[1] - 1, -6) for it in (x, y))
+        largest = np.where(products == 0, -999, exponents).max(axis=2)
+        largest = np.maximum(largest, np.where(total == 0, -999, np.frexp(total)[1] - 1))
+        unit = 2.0 ** (np.where(largest == -999, 0, largest) - 13)
+        total = np.trunc(products / unit[:, :, None]).sum(axis=2) + np.trunc(total / unit)
+        mantissa, exponent = np.frexp(total * unit)
+        total = np.ldexp(np.trunc(mantissa * 2.0**14), exponent - 14)
+    return total.astype(np.float32)
 
 
 def product_by_numpy(rows: np.ndarray, w: W8A8Matrix, bias=None, residual=None) -> np.ndarray:
     """The product, from the definition: float32."""
-    values, scales = by_numpy(rows)
-    sums = values.astype(np.int64) @ np.asarray(w.values).astype(np.int64).T
-    total = scales[:, None] * (np.asarray(w.scales)[None] * sums.astype(np.float32))
+    weights = np.asarray(w.values)
+    values, scales = by_numpy(rows, w.values.dtype)
+    if w.values.dtype == INT8:
+        sums = (values.astype(np.int64) @ weights.astype(np.int64).T).astype(np.float32)
+    else:
+        sums = np.zeros((len(values), len(weights)), np.float32)
+        for at in range(0, values.shape[1], FLOAT8_CHUNK):
+            columns = slice(at, at + FLOAT8_CHUNK)
+            sums += float8_chain(values[:, columns], weights[:, columns])
+    total = scales[:, None] * (np.asarray(w.scales)[None] * sums)
     if bias is not None:
         total = total + np.asarray(bias).astype(np.float32)[None]
     return total if residual is None else np.asarray(residual).astype(np.float32) + total
@@ -104,30 +145,41 @@ def one_cta(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [512, 4096, 14336])
-def test_rows_are_quantised_as_the_definition_says(backend, width):
+def test_rows_are_quantised_as_the_definition_says(backend, dtype, width):
     rows = drawn_rows(19, width)
-    values, scales = by_numpy(rows)
-    found = w8a8.quantize_rows(jnp.asarray(rows), backend=backend)
-    assert_bitwise_equal(found.values, values, claim="8-bit integers")
+    values, scales = by_numpy(rows, dtype)
+    found = w8a8.quantize_rows(jnp.asarray(rows), dtype=dtype, backend=backend)
+    assert_bitwise_equal(found.values, values, claim="8-bit values")
     assert_bitwise_equal(found.scales[: len(rows)], scales, claim="scales")
-    assert np.abs(values).max() == 127 and (values[1] == 0).all() and scales[1] == 0
+    assert np.abs(values.astype(np.float32)).max() == LARGEST[dtype.name]
+    assert (values[1].view(np.uint8) == 0).all() and scales[1] == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend, dtype):
     rows = drawn_rows(3, 512)
     rows[0, 3], rows[1, 4] = np.nan, -np.inf
     rows[2] = np.where(np.isfinite(rows[2]), rows[2], 1)
-    out = linear(jnp.asarray(rows), drawn_weights((64, 512)), out_dtype=F32, backend=backend)
+    w = drawn_weights((64, 512), dtype)
+    out = linear(jnp.asarray(rows), w, out_dtype=F32, backend=backend)
     is_nan = np.isnan(np.asarray(out))
     assert is_nan[:2].all() and not is_nan[2].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (Backend.PORTABLE, INT8),
+        pytest.param(Backend.SM90, INT8, marks=pytest.mark.gpu),
+        pytest.param(Backend.SM90, FLOAT8, marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [1, 9, 65])
-def test_a_product_is_what_the_definition_says(backend, num_rows):
-    rows, w = drawn_rows(num_rows, 1024), drawn_weights((192, 1024))
+def test_a_product_is_what_the_definition_says(backend, dtype, num_rows):
+    rows, w = drawn_rows(num_rows, 1024), drawn_weights((192, 1024), dtype)
     want = product_by_numpy(rows, w)
     found = linear(jnp.asarray(rows), w, out_dtype=F32, backend=backend)
     assert_bitwise_equal(found, want, claim="scaled sums")
@@ -135,9 +187,19 @@ def test_a_product_is_what_the_definition_says(backend, num_rows):
     assert_bitwise_equal(found, want.astype(ml_dtypes.bfloat16), claim="rounded once")
 
 
+def test_the_chain_of_float8_products_is_not_their_float32_sum():
+    values, w = by_numpy(drawn_rows(9, 128), FLOAT8)[0], drawn_weights((64, 128), FLOAT8)
+    weights = np.asarray(w.values)
+    wide = values.astype(np.float32) @ weights.astype(np.float32).T
+    chain = float8_chain(values, weights)
+    assert count_different_bits(chain, wide) > 300
+    assert (np.abs(chain - wide) <= 2.0**-7 * np.abs(wide).max(axis=1, keepdims=True)).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_fused_operations_are_those_one_after_the_other(backend):
-    rows, w = jnp.asarray(drawn_rows(17, 1024)), drawn_weights((256, 1024))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_operations_are_those_one_after_the_other(backend, dtype):
+    rows, w = jnp.asarray(drawn_rows(17, 1024)), drawn_weights((256, 1024), dtype)
     rows = jnp.clip(rows, -1e4, 1e4)
     gain = jnp.asarray(np.random.default_rng(2).normal(size=1024), BF16)
     normed = rms_norm(rows, gain, eps=EPS, backend=backend)
@@ -152,8 +214,9 @@ def test_fused_operations_are_those_one_after_the_other(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_residual_and_norm_follow_the_product(backend):
-    rows, w = drawn_rows(17, 1024), drawn_weights((256, 1024))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_and_norm_follow_the_product(backend, dtype):
+    rows, w = drawn_rows(17, 1024), drawn_weights((256, 1024), dtype)
     rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
     rng = np.random.default_rng(3)
     residual = jnp.asarray(rng.normal(size=(17, 256)) * 100, BF16)
@@ -177,8 +240,9 @@ def test_a_rank_with_a_part_of_the_channels_is_refused():
         linear_partial(rows, w, reduction=REDUCTION, backend=Backend.PORTABLE)
 
 
-def test_the_expansion_is_that_of_the_codes():
-    w = drawn_weights((64, 128))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_expansion_is_that_of_the_codes(dtype):
+    w = drawn_weights((64, 128), dtype)
     want = (np.asarray(w.values).astype(np.float32) * np.asarray(w.scales)[:, None]).astype(
         ml_dtypes.bfloat16
     )
@@ -203,8 +267,9 @@ def test_no_order_of_channels_changes_a_bit(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_batchmate_changes_a_bit(backend):
-    rows, w = drawn_rows(33, 1024), drawn_weights((128, 1024))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_batchmate_changes_a_bit(backend, dtype):
+    rows, w = drawn_rows(33, 1024), drawn_weights((128, 1024), dtype)
     whole = linear(jnp.asarray(rows), w, out_dtype=BF16, backend=backend)
     for chosen in ([7], [7, 1, 2], list(range(7, 30)), list(range(32, -1, -1))):
         part = linear(jnp.asarray(rows[chosen]), w, out_dtype=BF16, backend=backend)
@@ -226,18 +291,21 @@ def test_no_batchmate_changes_a_bit(backend):
         (24, 128, True, FlatTiles(cols=16, stages=3, k=256)),
         (5, 256, False, FlatTiles(cols=8, stages=2, k=128, num_wgs=2, is_gated=True)),
         (72, 128, True, TallTiles(cols=64, stages=2, k=128)),
-        (136, 256, False, TallTiles(cols=128, stages=2, k=64, is_gated=True, out_span=64)),
+        (136, 256, False, TallTiles(cols=128, stages=2, k=128, is_gated=True, out_span=64)),
     ],
 )
-def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, one_cta):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtype, one_cta):
     # Powers of two as scales: a CPU may fuse the last product with the sum that follows.
     w = drawn_weights((num_out, 512))
     exponents = np.random.default_rng(7).integers(-9, -6, num_out)
-    w = W8A8Matrix(values=w.values, scales=jnp.asarray(2.0**exponents, F32))
-    x = np.random.default_rng(8).integers(-127, 128, (num_rows, 512))
-    x[:, 3] = 127
+    values = jnp.asarray(np.asarray(w.values) % 9 - 4, dtype)  # exact in every order
+    w = W8A8Matrix(values=values, scales=jnp.asarray(2.0**exponents, F32))
+    peak = 127 if dtype == INT8 else 112
+    x = np.random.default_rng(8).integers(-peak, peak + 1, (num_rows, 512))
+    x[:, 3] = peak
     x = jnp.asarray(x * 2.0 ** (np.arange(num_rows)[:, None] % 3), BF16)
-    rows = w8a8.quantize_rows(x, backend=Backend.PORTABLE)
+    rows = w8a8.quantize_rows(x, dtype=dtype, backend=Backend.PORTABLE)
     spare = jnp.full(num_rows + sm90_quantize_rows.SPARE_SCALES, jnp.nan, F32)
     rows = QuantizedRows(values=rows.values, scales=spare.at[:num_rows].set(rows.scales))
     residual = None
@@ -254,27 +322,33 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, one_
         error = np.abs(np.asarray(found, F32) - np.asarray(want, F32))
         assert (error <= 2.0**-7 * np.abs(np.asarray(want, F32))).all()
     else:
-        want = product_by_numpy(np.asarray(x), w, residual=residual)
+        scaled = jnp.asarray(rows.values, F32) @ w.values.astype(F32).T * w.scales[None]
+        want = scaled * rows.scales[:num_rows, None] + (0 if residual is None else residual)
         assert_bitwise_equal(found, want, claim="the definition")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [512, 3072])
-def test_quantising_in_interpret_mode(width):
+def test_quantising_in_interpret_mode(width, dtype):
     rows = drawn_rows(3, width)
-    values, scales = by_numpy(rows)
-    found = sm90_quantize_rows.quantize_rows(jnp.asarray(rows), interpret=True)
-    assert_bitwise_equal(found.values, values, claim="8-bit integers")
+    values, scales = by_numpy(rows, dtype)
+    found = sm90_quantize_rows.quantize_rows(jnp.asarray(rows), dtype=dtype, interpret=True)
+    assert_bitwise_equal(found.values, values, claim="8-bit values")
     assert_bitwise_equal(found.scales[:3], scales, claim="scales")
 
 
 def test_rows_that_no_kernel_takes_are_refused():
     with pytest.raises(NotImplementedError, match="multiple of 512 channels, not 768"):
-        sm90_quantize_rows.quantize_rows(jnp.zeros((1, 768), BF16))
+        sm90_quantize_rows.quantize_rows(jnp.zeros((1, 768), BF16), dtype=INT8)
     with pytest.raises(ValueError, match="65536 is most"):
-        w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), backend=Backend.PORTABLE)
+        w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), dtype=INT8, backend=Backend.PORTABLE)
     rows = QuantizedRows(values=jnp.zeros((1, 512), jnp.int8), scales=jnp.zeros(1))
     with pytest.raises(ValueError, match="must agree in their last axis"):
         w8a8.product(rows, drawn_weights((64, 128)), out_dtype=F32, backend=Backend.PORTABLE)
+    with pytest.raises(ValueError, match="int8 is not multiplied by float8_e4m3fn"):
+        operands_of(rows, drawn_weights((64, 512), FLOAT8))
+    with pytest.raises(ValueError, match="a QuantizedRows is not multiplied by a"):
+        operands_of(rows, jnp.zeros((64, 512), BF16))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 65, 128, 129, 256, 1000, 4000])
@@ -282,15 +356,19 @@ def test_rows_that_no_kernel_takes_are_refused():
     ("num_out", "k_len", "is_gated"),
     [(6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (4672, 3584, False)],
 )
-def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated):
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated, is_float8):
     product = Product(
         num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=k_len, out_bytes=2,
-        is_gated=is_gated, has_residual=not is_gated, is_w8a8=True,
+        is_gated=is_gated, has_residual=not is_gated, is_w8a8=True, is_float8=is_float8,
     )  # fmt: skip
     tiles = choose_tiles(product)
     assert tiles.groups == 1 and tiles.stages >= 2 and k_len % tiles.k == 0
     used = smem_bytes(tiles, out_bytes=2, has_residual=not is_gated, operand_bytes=1)
     assert used <= SMEM_BYTES
+    if is_float8:  # a chunk and the sum of chunks, beside scales and addresses
+        columns = tiles.cols if isinstance(tiles, TallTiles) else tiles.cols * tiles.rows // 64
+        assert columns <= 128 and tiles.k % 128 == 0
     outputs = num_out // 2 if is_gated else num_out
     if isinstance(tiles, FlatTiles):
         assert outputs % (tiles.out_rows * tiles.num_wgs) == 0
@@ -307,14 +385,38 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "odd": 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
+def test_float8_products_of_whole_shapes_on_a_gpu(name):
+    shape = SHAPES[name]
+    rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape, FLOAT8)
+    rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
+    residual = jnp.asarray(np.random.default_rng(6).normal(size=(1030, shape[0])) * 50, BF16)
+
+    def run(num_rows: int) -> list:
+        x, r = jnp.asarray(rows[:num_rows]), residual[:num_rows]
+        options: dict = {"backend": Backend.SM90}
+        return [
+            linear(x, w, out_dtype=F32, **options),
+            linear_add(x, w, r, None, reduction=REDUCTION, **options),
+            linear_swiglu(x, w, **options),
+        ]
+
+    whole = run(1030)
+    few = W8A8Matrix(values=w.values[-64:], scales=w.scales[-64:])
+    want = product_by_numpy(rows[:70], few)
+    assert_bitwise_equal(whole[0][:70, -64:], want, claim="the model of the tensor core")
+    for num_rows in (1, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511):
+        for found, all_rows in zip(run(num_rows), whole, strict=True):
+            assert_bitwise_equal(found, all_rows[:num_rows], claim=f"{num_rows} rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
 def test_products_of_whole_shapes_on_a_gpu(name):
     shape = SHAPES[name]
     rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape)
     rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
     residual = jnp.asarray(np.random.default_rng(6).normal(size=(1030, shape[0])) * 50, BF16)
-    sums = jax.jit(functools.partial(_exact_sums))(
-        w8a8.quantize_rows(jnp.asarray(rows), backend=Backend.SM90).values, w.values
-    )
+    sums = jax.jit(_exact_sums)(jnp.asarray(by_numpy(rows)[0]), w.values)
     _, scales = by_numpy(rows)
     wide = np.asarray(sums).astype(np.float32)
     plain = scales[:, None] * (np.asarray(w.scales)[None] * wide)

@@ -68,28 +68,29 @@ class QuantizationScheme:
         return text
 
 
-W8A8_ACTIVATIONS = "8-bit int, dynamic by token"
-"""What a checkpoint asks for that detjax can do to activations."""
+W8A8_ACTIVATIONS = {False: "8-bit int, dynamic by token", True: "8-bit float, dynamic by token"}
+"""What a checkpoint asks for that detjax can do to activations, by whether weights are float."""
 
 
 def as_w8a8(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with the activations that the checkpoint asks for.
 
     Raises:
-        ValueError: If it asks for others than 8-bit integers by token, or its weights are not 8-bit
-            integers with one scale a tensor or output channel.
+        ValueError: If it asks for others than 8-bit ones of the weights' kind by token, or its
+            weights are not symmetric ones of 8 bits with one scale a tensor or output channel.
     """
-    is_int8 = scheme.layout == "plain" and not scheme.is_float and scheme.num_bits == 8
-    if not is_int8 or scheme.has_zero_points or scheme.block[1]:
+    wanted = W8A8_ACTIVATIONS[scheme.is_float]
+    is_whole = scheme.layout == "plain" and scheme.num_bits == 8 and not scheme.block[1]
+    if not is_whole or scheme.has_zero_points or scheme.method == "fbgemm_fp8":
         refused = f"weights of the format {str(scheme)!r}"
-    elif scheme.activations != W8A8_ACTIVATIONS:
+    elif scheme.activations != wanted:
         refused = f"activations of {scheme.activations or 'bfloat16'!r}"
     else:
         return dataclasses.replace(scheme, is_w8a8=True)
     raise ValueError(
-        "quantized_weights='w8a8' needs symmetric int8 weights with a scale for each tensor or "
-        f"output channel and activations of {W8A8_ACTIVATIONS!r}; this checkpoint has {refused}; "
-        "use quantized_weights='auto'"
+        "quantized_weights='w8a8' needs symmetric 8-bit weights with a scale for each tensor or "
+        f"output channel and activations of {wanted!r}; this checkpoint has {refused}; use "
+        "quantized_weights='auto'"
     )
 
 

@@ -41,7 +41,7 @@ class MatrixForm(enum.Enum):
 
     EXPANDED = "the bfloat16 matrix that it stands for"
     PACKED = "its codes, which products widen to that matrix"
-    W8A8 = "8-bit integers, multiplied with activations of 8-bit integers"
+    W8A8 = "8-bit values, multiplied with activations of 8-bit values"
 
 
 def kept_form(
@@ -65,8 +65,8 @@ def kept_form(
     )
     if not is_matrix or len(quantized) < len(stored):
         raise ValueError(
-            f"{quantized[0].rows.name} is not a whole matrix of 8-bit integers that activations of "
-            "8-bit integers can multiply, as an expert's is not; use quantized_weights='auto'"
+            f"{quantized[0].rows.name} is not a whole matrix of 8-bit weights that 8-bit "
+            "activations can multiply, as an expert's is not; use quantized_weights='auto'"
         )
     return form
 
@@ -183,24 +183,26 @@ class _Source:
 
 
 def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
-    """Put a tensor of 8-bit integers with a scale a row where its spec says, as it is.
+    """Put a tensor of 8-bit values with a scale a row where its spec says, as it is.
 
     Args:
-        rows: The tensor of the checkpoint, of a scheme that `why_not_w8a8` allows.
+        rows: The tensor of the checkpoint, of a scheme that `as_w8a8` takes.
         spec: Where rows and columns go.
         mesh: Has the axes "dp" and "tp".
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
-        ValueError: If a scale is not finite.
+        ValueError: If a scale is not finite, or a weight is not a number.
     """
     by_rows, by_columns = _axes(spec)
+    is_float = rows.code_type is CodeType.FLOAT8
+    dtype = np.dtype(ml_dtypes.float8_e4m3fn if is_float else np.int8)
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, spec.shape, strict=True))
         part = read_shard(_Source(rows.unsigned_codes), spec, np.uint8, name, bounds)
-        return (part ^ np.uint8(SIGN_BIT)).view(np.int8)
+        return part.view(dtype) if is_float else (part ^ np.uint8(SIGN_BIT)).view(dtype)
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
@@ -212,7 +214,7 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
     of_values = NamedSharding(mesh, PartitionSpec(by_rows, by_columns))
     of_scales = NamedSharding(mesh, PartitionSpec(by_rows))
     return W8A8Matrix(
-        values=make(spec.shape, of_values, values, jnp.int8).block_until_ready(),
+        values=make(spec.shape, of_values, values, dtype).block_until_ready(),
         scales=make(spec.shape[:1], of_scales, scales, jnp.float32).block_until_ready(),
     )
 

@@ -10,16 +10,13 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS, leaf_sum
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
-LARGEST = 127.0
-"""What the greatest value of a row becomes."""
 
-
-@jax.jit
-def quantize_rows(x) -> QuantizedRows:
+@partial(jax.jit, static_argnames=("dtype",))
+def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
     """See `w8a8.quantize_rows`."""
     num_rows, width = x.shape
     x = pad_axis(x, 0, ROWS)
@@ -30,10 +27,9 @@ def quantize_rows(x) -> QuantizedRows:
         # WHY: a CPU's maximum may pass over NaN.
         peak = jnp.where(jnp.any(jnp.isnan(v), axis=1, keepdims=True), jnp.nan, peak)
         # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
-        largest = lax.optimization_barrier(jnp.float32(LARGEST))
+        largest = lax.optimization_barrier(jnp.float32(LARGEST[dtype.name]))
         inverse = jnp.where(peak == 0, 0.0, largest / peak)
-        whole = jnp.clip(jnp.round(v * inverse), -128, 127)
-        values_ref[...] = jnp.where(jnp.isnan(whole), 0, whole).astype(jnp.int8)
+        values_ref[...] = _narrow(v * inverse, dtype)
         scales_ref[...] = peak / largest
 
     values, scales = run_blocks(
@@ -42,7 +38,7 @@ def quantize_rows(x) -> QuantizedRows:
         name="quantize_rows",
         grid=(x.shape[0] // ROWS,),
         out_shape=[
-            jax.ShapeDtypeStruct(x.shape, jnp.int8),
+            jax.ShapeDtypeStruct(x.shape, dtype),
             jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32),
         ],
         out_specs=[
@@ -53,9 +49,18 @@ def quantize_rows(x) -> QuantizedRows:
     return QuantizedRows(values=values[:num_rows], scales=scales[:num_rows, 0])
 
 
-def rms_norm_quantize(x, gain, *, eps: float) -> QuantizedRows:
+def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 as 8-bit values: to nearest, ties to even, saturated; NaN is 0 as an integer."""
+    if dtype != jnp.int8:
+        most = LARGEST[dtype.name]
+        return jnp.clip(x, -most, most).astype(dtype)
+    whole = jnp.clip(jnp.round(x), -128, 127)
+    return jnp.where(jnp.isnan(whole), 0, whole).astype(dtype)
+
+
+def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`."""
-    return quantize_rows(rms_norm(x, gain, eps=eps))
+    return quantize_rows(rms_norm(x, gain, eps=eps), dtype=dtype)
 
 
 def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
@@ -70,6 +75,7 @@ def w8a8_product(
     """See `w8a8.product`."""
     num_rows, k_len = x.shape
     num_cols = w.shape[0]
+    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     operands = [pad_axis(x.values, 0, ROWS), pad_axis(x.scales, 0, ROWS)]
     operands += [pad_axis(w.values, 0, COLS), pad_axis(w.scales, 0, COLS)]
     if bias is not None:
@@ -80,8 +86,8 @@ def w8a8_product(
     def body(x_ref, x_scales_ref, w_ref, w_scales_ref, *refs):
         *rest, out_ref = refs
         rows, cols = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.ds(pl.program_id(0) * COLS, COLS)
-        # ORDER: free, as sums of integers are exact.
-        total = leaf_sum(x_ref, w_ref, rows, cols, 0, k_len, dtype=jnp.int32)
+        # ORDER: of integers free, as their sums are exact; of float8 that of `leaf_sum`.
+        total = leaf_sum(x_ref, w_ref, rows, cols, 0, k_len, dtype=sum_dtype)
         total = total.astype(jnp.float32) * w_scales_ref[cols][None, :]
         total = total * x_scales_ref[rows][:, None]
         if bias is not None:

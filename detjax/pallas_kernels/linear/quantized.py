@@ -32,6 +32,12 @@ WORDS_PER_LINE = 256
 SCALE_LIMITS = (2.0**-126, 2.0**-5)
 """Scales from the first to below the second let a kernel widen an integer by one operation."""
 
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The greatest value of a row of quantised activations, by dtype."""
+
+FLOAT8_CHUNK = 128
+"""Input channels whose float8 products one accumulator of the tensor core adds."""
+
 FLOAT8_NAN = 0x7F
 """The bits of a float8_e4m3fn that is no number, without its sign."""
 
@@ -160,10 +166,10 @@ class QuantizedMatrix:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class W8A8Matrix:
-    """A matrix [N, K] of 8-bit integers that multiplies activations of 8-bit integers.
+    """A matrix [N, K] of 8-bit values that multiplies activations of 8-bit values.
 
     Attributes:
-        values: int8 [N, K].
+        values: int8 or float8_e4m3fn [N, K].
         scales: float32 [N], one for each output channel.
     """
 
@@ -201,10 +207,10 @@ class W8A8Matrix:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedRows:
-    """Activations as 8-bit integers, of `quantize_rows`.
+    """Activations as 8-bit values, of `quantize_rows`.
 
     Attributes:
-        values: int8 [M, K].
+        values: int8 or float8_e4m3fn [M, K].
         scales: float32 [M], one for each row. sm90 allocates more, which nothing has written, as
             its kernels load whole tiles of scales.
     """
@@ -219,7 +225,7 @@ class QuantizedRows:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of a value: int8."""
+        """Of a value."""
         return self.values.dtype
 
 
@@ -252,13 +258,15 @@ def operands_of(x, w) -> tuple:
     """Activations, weights, and the scales of both: None where they have none.
 
     Raises:
-        ValueError: If only one of them is of 8-bit integers.
+        ValueError: If only one of them is of 8-bit values, or they are of two kinds.
     """
+    if not isinstance(x, QuantizedRows) and not isinstance(w, W8A8Matrix):
+        return x, w, None, None
     if isinstance(x, QuantizedRows) and isinstance(w, W8A8Matrix):
-        return x.values, w.values, x.scales, w.scales
-    if isinstance(x, QuantizedRows) or isinstance(w, W8A8Matrix):
-        raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
-    return x, w, None, None
+        if x.values.dtype == w.values.dtype:
+            return x.values, w.values, x.scales, w.scales
+        raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+    raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
 
 
 def can_pack(shape: tuple[int, int], group_len: int) -> bool:

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
+    FLOAT8_CHUNK,
     WORDS_PER_LINE,
     Coding,
     QuantizedMatrix,
@@ -37,6 +38,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
     add_bias,
+    chunked_sum,
     leaf_sum,
     put_transposed,
     ragged,
@@ -110,14 +112,14 @@ class RanksSum:
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [M, K] bf16 or int8
-    w: Any  # [N, K] bf16, int8 or codes; [2 F, K] if gated, F rows of gates and F of ups
+    x: Any  # [M, K] bf16 or of 8 bits
+    w: Any  # [N, K] bf16, of 8 bits or codes; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
     norm: InputNorm | None
     peers: RanksSum | None
-    x_scales: Any = None  # [> M] f32, of int8 activations
-    w_scales: Any = None  # [N] f32, of int8 weights
+    x_scales: Any = None  # [> M] f32, of 8-bit activations
+    w_scales: Any = None  # [N] f32, of 8-bit weights
 
 
 class _Results(NamedTuple):
@@ -140,8 +142,8 @@ class _CodedStages(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, cols, span] bf16 or int8; held: [steps, slabs, 8, span]
-    w: Any  # [stages, num_wgs * rows, k] bf16 or int8, or _CodedStages
+    x: Any  # [stages, slabs, cols, span] bf16 or of 8 bits; held: [steps, slabs, 8, span]
+    w: Any  # [stages, num_wgs * rows, k] bf16 or of 8 bits, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
     full: Any  # [stages]
@@ -161,7 +163,7 @@ class _Plan:
         num_out: N.
         k_len: K.
         leaf_len: Of a leaf of K.
-        operand_dtype: Of activations: bfloat16 or int8.
+        operand_dtype: Of activations: bfloat16, int8 or float8_e4m3fn.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         is_interpreted: Whether a CPU interprets the kernel.
@@ -283,8 +285,8 @@ class _Plan:
 
     @property
     def is_w8a8(self) -> bool:
-        """Whether operands are int8, and their sums are scaled."""
-        return self.operand_dtype == jnp.int8
+        """Whether operands have 8 bits, and their sums are scaled."""
+        return self.operand_dtype.itemsize == 1
 
     def check(self, bias, norm: InputNorm | None, peers: RanksSum | None) -> None:
         """Refuse operands that these tiles do not take."""
@@ -305,6 +307,8 @@ class _Plan:
                 raise ValueError(
                     f"{self.num_sharers=} of {self.rows_each=} would take more than the 8 rows held"
                 )
+        if self.operand_dtype == jnp.float8_e4m3fn and self.span != FLOAT8_CHUNK:
+            raise ValueError(f"float8 is added by chunks of {FLOAT8_CHUNK}, so {t.k=} must be more")
         if self.is_w8a8 and (self.num_leaves * t.groups > 1 or self.num_out % self.cta_out_rows):
             raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
         is_whole = t.num_wgs == 1 and t.groups == 1 and self.col_tiles == 1 and not t.is_gated
@@ -549,6 +553,20 @@ class _Cta:
                 plgpu.commit_smem()
             ring.release(first + i)
 
+        def multiply_chunk(i, chunk, acc):
+            slot = ring.slot(first + i)
+            weights = self.memory.w.at[slot, wg_rows, pl.ds(chunk * plan.span, plan.span)]
+            plgpu.wgmma(acc, weights, x_smem.at[slot, chunk].T)
+
+        if plan.operand_dtype == jnp.float8_e4m3fn:
+            return chunked_sum(
+                (plan.tiles.rows, plan.tiles.cols),
+                plan.leaf_steps,
+                take=lambda i: ring.wait(first + i),
+                multiply=multiply_chunk,
+                give=give,
+                num_chunks=plan.slabs,
+            )
         return leaf_sum(
             (plan.tiles.rows, plan.tiles.cols),
             plan.leaf_steps,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations as 8-bit integers on Hopper: a CTA has a row, its chunks spread over warpgroups.
+"""Activations as 8-bit values on Hopper: a CTA has a row, its chunks spread over warpgroups.
 
 A row may be normalised first, by the instructions of `rms_norm`. It stays in registers until its
 greatest value is known.
@@ -19,11 +19,8 @@ from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.linear.quantized import QuantizedRows
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum, wide_scale
-
-LARGEST = 127.0
-"""What the greatest value of a row becomes."""
 
 SPARE_SCALES = 384
 """Scales that are allocated behind those of all rows: a tile of a product loads so many at most."""
@@ -41,23 +38,25 @@ MOST_CHUNKS = 14
 """
 
 
-def quantize_rows(x, *, interpret: bool = False) -> QuantizedRows:
+def quantize_rows(x, *, dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
         NotImplementedError: If K is no multiple of 512.
     """
-    return _quantize(x, None, eps=0.0, interpret=interpret)
+    return _quantize(x, None, eps=0.0, dtype=dtype, interpret=interpret)
 
 
-def rms_norm_quantize(x, gain, *, eps: float, interpret: bool = False) -> QuantizedRows:
+def rms_norm_quantize(
+    x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool = False
+) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`: one launch.
 
     Raises:
         NotImplementedError: If K is no multiple of 512.
         ValueError: If `rms_norm` defines no sum for K.
     """
-    return _quantize(x, gain, eps=eps, interpret=interpret)
+    return _quantize(x, gain, eps=eps, dtype=dtype, interpret=interpret)
 
 
 def _vec_len(width: int) -> int:
@@ -66,7 +65,7 @@ def _vec_len(width: int) -> int:
     if not found:
         raise NotImplementedError(
             f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
-            "quantized_activations='off', or portable"
+            "quantized_weights='auto', or portable"
         )
     return found
 
@@ -79,8 +78,8 @@ def _warpgroups(num_rows: int, num_chunks: int) -> int:
     return next((n for n in options if num_chunks <= MOST_CHUNKS * n), options[-1])
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
-def _quantize(x, gain, *, eps: float, interpret: bool) -> QuantizedRows:
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
+def _quantize(x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool) -> QuantizedRows:
     num_rows, width = x.shape
     vec_len = _vec_len(width)
     if gain is not None and not row_sum(width).is_wide:
@@ -94,7 +93,7 @@ def _quantize(x, gain, *, eps: float, interpret: bool) -> QuantizedRows:
     def body(
         x_gmem,  # [M, K] bf16
         gain_gmem,  # [K], or None
-        values_gmem,  # [M, K] int8
+        values_gmem,  # [M, K] int8, or the bits of float8
         scales_gmem,  # [M + spare] f32
         sums_smem,  # [chunks, LANES] f32, of squares
         peaks_smem,  # [chunks, LANES] f32
@@ -126,9 +125,10 @@ def _quantize(x, gain, *, eps: float, interpret: bool) -> QuantizedRows:
         for i, v in enumerate(values):
             peaks_smem[first + i, :] = _peaks(v, math)
         meet()
-        inverse = _store_scale(peaks_smem, scales_gmem, row, math, shape=(chunk,))
+        largest = LARGEST[dtype.name]
+        inverse = _store_scale(peaks_smem, scales_gmem, row, math, largest, shape=(chunk,))
         for v, c in zip(values, columns, strict=True):
-            values_gmem[row, c] = _integers(math.mul(v, inverse), math)
+            values_gmem[row, c] = _narrowed(math.mul(v, inverse), dtype, math)
 
     of_chunks = plgpu.SMEM((num_chunks, rows.LANES), jnp.float32)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
@@ -149,6 +149,8 @@ def _quantize(x, gain, *, eps: float, interpret: bool) -> QuantizedRows:
         ],
         **options,
     )
+    if dtype != jnp.int8:
+        values = lax.bitcast_convert_type(values, dtype)
     return QuantizedRows(values=values, scales=scales)
 
 
@@ -180,13 +182,15 @@ def _peaks(x, math: rows.Arithmetic):
     return rows.reduce_warps(x, math, first=first, fold=_greatest, plain=plain)
 
 
-def _store_scale(peaks_smem, scales_gmem, row, math: rows.Arithmetic, *, shape):
+def _store_scale(
+    peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape
+) -> jax.Array:
     """Write the scale of a row; what its values are multiplied by, in all elements."""
     num_chunks = peaks_smem.shape[0]
     if math.is_interpreted:
         peak = jnp.max(peaks_smem[...])
         # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
-        largest = lax.optimization_barrier(jnp.float32(LARGEST))
+        largest = lax.optimization_barrier(jnp.float32(most))
         scales_gmem[row] = peak / largest
         return jnp.full(shape, jnp.where(peak == 0, 0.0, largest / peak))
 
@@ -203,7 +207,7 @@ def _store_scale(peaks_smem, scales_gmem, row, math: rows.Arithmetic, *, shape):
         ]
         peak = rows.pairwise(found, _greatest)
         divide = rows.instruction("div.rn.f32")
-        largest = mgpu.c(LARGEST, f32)
+        largest = mgpu.c(most, f32)
         place = [arith.index_cast(index, row.registers.item())]
         # Every thread writes the same value to the same place.
         memref.store(divide(peak, largest), scales, place)
@@ -214,9 +218,17 @@ def _store_scale(peaks_smem, scales_gmem, row, math: rows.Arithmetic, *, shape):
     return emit(peaks_smem, scales_gmem, jnp.int32(row))
 
 
-def _integers(x, math: rows.Arithmetic):
-    """Float32 as int8: to nearest, ties to even, saturated; NaN is 0."""
+def _narrowed(x, dtype: jnp.dtype, math: rows.Arithmetic):
+    """Float32 as the bits of 8-bit values: to nearest, ties to even, saturated.
+
+    NaN is 0 as an integer.
+    """
+    is_float = dtype != jnp.int8
+    pack = _packed_float8 if is_float else _packed
     if math.is_interpreted:
+        if is_float:
+            most = LARGEST[dtype.name]
+            return lax.bitcast_convert_type(jnp.clip(x, -most, most).astype(dtype), jnp.int8)
         whole = jnp.clip(jnp.round(x), -128, 127)
         return jnp.where(jnp.isnan(x), 0, whole).astype(jnp.int8)
 
@@ -229,7 +241,7 @@ def _integers(x, math: rows.Arithmetic):
         for place, register in np.ndenumerate(x.registers):
             count = ir.VectorType(register.type).shape[0]
             scalars = [ptx.element(register, i) for i in range(count)]
-            words = [_packed(scalars[i : i + 4]) for i in range(0, count, 4)]
+            words = [pack(scalars[i : i + 4]) for i in range(0, count, 4)]
             kind = ir.VectorType.get((len(words),), ptx.int_type())
             as_bytes = ir.VectorType.get((count,), ptx.int_type(8))
             registers[place] = vector.bitcast(as_bytes, vector.from_elements(kind, words))
@@ -245,6 +257,15 @@ def _packed(four: list):
     pack = "cvt.pack.sat.s8.s32.b32 $0, $1, $2, $3;"
     high = _pure(pack, whole[3], whole[2], mgpu.c(0, i32))
     return _pure(pack, whole[1], whole[0], high)
+
+
+def _packed_float8(four: list):
+    """Four float32 as float8_e4m3fn in a word, the first in its lowest bits."""
+    return _pure(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        *four,
+    )
 
 
 def _pure(text: str, *operands):

@@ -104,6 +104,41 @@ def leaf_sum(
     return pl.run_scoped(scope, plgpu.ACC(shape, dtype))
 
 
+def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int):
+    """Add chunks of K, each the sum of an accumulator of its own that starts at zero.
+
+    WHY: the tensor core adds float8 products with 13 fraction bits, which float32 has 23 of.
+
+    Args:
+        shape: Of the sum.
+        num_steps: Pipeline stages.
+        take: Waits until the operands of step i are in shared memory.
+        multiply: Issues the products of step i and chunk j.
+        give: Hands the memory of step i's operands back to who loads.
+        num_chunks: Of a step.
+
+    # ORDER: ((c_0 + c_1) + c_2) + ..., f32, from 0 + c_0.
+    """
+
+    def chunk(i, j):
+        def scope(acc):
+            multiply(i, j, acc)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+    def step(i, total):
+        take(i)
+        for j in range(num_chunks):
+            total = total + chunk(i, j)
+        give(i)
+        return total
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, num_steps, step, zeros)
+
+
 def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
     """Add 2**levels leaves, the first of which starts at step `first`; `leaf` sums one.
 
@@ -139,14 +174,14 @@ def add_bias(total, bias_gmem, start, axis: int):
 
 
 def scaled(total, scales: list, math: Arithmetic):
-    """Sums of 8-bit integers times their scales.
+    """Sums of 8-bit values times their scales.
 
     Args:
-        total: int32 accumulator.
+        total: int32 or float32 accumulator.
         scales: float32 in memory and the axis that they lie along, in the order of the products.
         math: Arithmetic on the accumulator's layout.
 
-    # ROUND: the sum to float32, then each product.
+    # ROUND: a sum of integers to float32, then each product.
     """
     total = total.astype(jnp.float32)
     for ref, axis in scales:

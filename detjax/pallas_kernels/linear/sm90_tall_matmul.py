@@ -19,11 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.quantized import operands_of
+from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, operands_of
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
     add_bias,
+    chunked_sum,
     leaf_sum,
     ragged,
     scaled,
@@ -43,19 +44,19 @@ _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [M, K] bf16 or int8
-    w: Any  # [N, K] bf16 or int8; [2 F, K] if gated, F rows of gates and F of ups
+    x: Any  # [M, K] bf16 or of 8 bits
+    w: Any  # [N, K] bf16 or of 8 bits; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
-    x_scales: Any  # [> M] f32, of int8 activations
-    w_scales: Any  # [N] f32, of int8 weights
+    x_scales: Any  # [> M] f32, of 8-bit activations
+    w_scales: Any  # [N] f32, of 8-bit weights
 
 
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, cta_rows, span] bf16 or int8
-    w: Any  # [stages, cols, k] bf16 or int8
+    x: Any  # [stages, slabs, cta_rows, span] bf16 or of 8 bits
+    w: Any  # [stages, cols, k] bf16 or of 8 bits
     out: Any  # [num_wgs, staged, 64, chunk], of the output's dtype
     pending: Any  # [smem_levels, num_wgs, 64, cols] f32
     full: Any  # [stages]
@@ -74,7 +75,7 @@ class _Plan:
         num_out: N.
         k_len: K.
         leaf_len: Of a leaf of K.
-        operand_dtype: Of activations and weights: bfloat16 or int8.
+        operand_dtype: Of activations and weights: bfloat16, int8 or float8_e4m3fn.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         is_interpreted: Whether a CPU interprets the kernel.
@@ -92,8 +93,8 @@ class _Plan:
 
     @property
     def is_w8a8(self) -> bool:
-        """Whether operands are int8, and their sums are scaled."""
-        return self.operand_dtype == jnp.int8
+        """Whether operands have 8 bits, and their sums are scaled."""
+        return self.operand_dtype.itemsize == 1
 
     @property
     def num_leaves(self) -> int:
@@ -172,6 +173,8 @@ class _Plan:
         t = self.tiles
         if bias is not None and self.num_out % t.cols:
             raise ValueError(f"{t=} must divide N={self.num_out}, because there is a bias")
+        if self.operand_dtype == jnp.float8_e4m3fn and self.span != FLOAT8_CHUNK:
+            raise ValueError(f"float8 is added by chunks of {FLOAT8_CHUNK}, so {t.k=} must be more")
         if self.is_w8a8 and (
             self.num_leaves * t.groups > 1 or self.num_out % (t.out_cols * t.cluster[1])
         ):
@@ -349,6 +352,20 @@ class _Cta:
                 weights = w_smem.at[slot, :, pl.ds(s * plan.span, plan.span)]
                 plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], weights.T)
 
+        def multiply_chunk(i, chunk, acc):
+            slot = ring.slot(first + i)
+            weights = w_smem.at[slot, :, pl.ds(chunk * plan.span, plan.span)]
+            plgpu.wgmma(acc, x_smem.at[slot, chunk, wg_rows], weights.T)
+
+        if plan.operand_dtype == jnp.float8_e4m3fn:
+            return chunked_sum(
+                (WG_ROWS, t.cols),
+                plan.leaf_steps,
+                take=lambda i: ring.wait(first + i),
+                multiply=multiply_chunk,
+                give=lambda i: ring.release(first + i),
+                num_chunks=plan.slabs,
+            )
         return leaf_sum(
             (WG_ROWS, t.cols),
             plan.leaf_steps,
@@ -436,7 +453,7 @@ class _Cta:
         return gated_bf16(block, ups, self.math)
 
     def piece(self, sums, row, weight):
-        """Sums [64, chunk] as float32; those of int8 scaled, from row `row` and `weight` on."""
+        """Sums [64, chunk] as float32; those of 8 bits scaled, from row `row` and `weight` on."""
         if not self.plan.is_w8a8:
             return sums
         operands, chunk = self.operands, self.plan.chunk

@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, QuantizedRows, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import Product, choose_tiles
 
@@ -17,11 +17,16 @@ def _multiply(
     Raises:
         NotImplementedError: If N is no multiple of 64, or of 128 where half of it are gates.
     """
+    if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
+        raise NotImplementedError(
+            f"sm90 adds float8 by chunks of {FLOAT8_CHUNK} channels, not {x.shape[1]} channels; "
+            "use quantized_weights='auto', or portable"
+        )
     unit = 128 if is_gated else 64
     if w.shape[0] % unit:
         raise NotImplementedError(
             f"sm90 multiplies 8-bit weights of a multiple of {unit} rows, not {w.shape[0]}; use "
-            "quantized_activations='off', or portable"
+            "quantized_weights='auto', or portable"
         )
     product = Product(
         num_rows=x.shape[0],
@@ -33,6 +38,7 @@ def _multiply(
         has_residual=residual is not None,
         is_gated=is_gated,
         is_w8a8=True,
+        is_float8=x.dtype != jnp.int8,
     )
     return matmul(
         x, w, bias, residual,
@@ -46,9 +52,10 @@ def w8a8_product(
     """See `w8a8.product`.
 
     Numerics:
-        # ORDER: free, as wgmma adds products of int8 in int32 exactly.
-        # ROUND: the sum to float32, its two products with scales, the sums with bias and residual,
-        and the result, each once.
+        # ORDER: of int8 free, as wgmma adds their products in int32 exactly. float8 by chunks of
+        128 channels, k32 step by k32 step in one accumulator each; chunks left to right, f32.
+        # ROUND: the sum of int8 to float32, its two products with scales, the sums with bias and
+        residual, and the result, each once.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     return _multiply(x, w, bias, residual, out_dtype=out_dtype)

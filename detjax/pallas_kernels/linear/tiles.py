@@ -36,6 +36,9 @@ MAX_RANKS_ROWS = 64
 CODED_COLS = 128
 """Most activations of a tile whose weights are quantised: its sums and weights fit in registers."""
 
+FLOAT8_COLS = 128
+"""Most columns of a tile of float8 for 64 rows of a warpgroup."""
+
 NARROW_OUT = 512
 """Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
 
@@ -329,6 +332,7 @@ class Product:
         has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
         coding: How the weights are quantised; few rows then, and they stream.
         is_w8a8: Whether operands have 8 bits, and sums of them are scaled; one leaf.
+        is_float8: Whether they are float8, of which chunks of K are added outside of accumulators.
     """
 
     num_rows: int
@@ -343,6 +347,7 @@ class Product:
     has_ranks: bool = False
     coding: Coding | None = None
     is_w8a8: bool = False
+    is_float8: bool = False
 
     @property
     def operand_bytes(self) -> int:
@@ -582,9 +587,12 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         cols, rate = option
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
-    options = [it for it in _TALL_COLS if not (p.needs_whole_tiles and num_out % it[0])]
+    # WHY: the chunks of float8 are in registers beside their sum.
+    most_cols = FLOAT8_COLS if p.is_float8 else _TALL_COLS[0][0]
+    options = [it for it in _TALL_COLS if it[0] <= most_cols]
+    options = [it for it in options if not (p.needs_whole_tiles and num_out % it[0])]
     cols, _ = best = min(options, key=cost)
-    rows, most_cols = (128, 128) if is_gated else (64, 256)
+    rows, most_cols = (128, most_cols // 2) if is_gated else (64, most_cols)
     parts = -(-num_rows // most_cols)
     flat_cols = -(-num_rows // (8 * parts)) * 8
     if p.is_w8a8:

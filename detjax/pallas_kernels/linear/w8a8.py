@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose activations and weights are 8-bit integers (W8A8).
+"""Linear layers whose activations and weights have 8 bits (W8A8): integers or float8.
 
 A row of activations is quantised by its own greatest value, so that no batchmate changes it. The
 sum of products of integers is exact in int32. It has one value for every order, tile, split and
-rank.
+rank. Products of float8 are added in one order.
 """
 
 import jax.numpy as jnp
@@ -17,34 +17,43 @@ MAX_CHANNELS = 2**16
 """Most input channels. The sum of so many products of -128 and -128 is 2**30."""
 
 
-def quantize_rows(x: Activation[Array, "M K"], *, backend: Backend) -> QuantizedRows:
-    """Turn each row into 8-bit integers and a scale.
+def quantize_rows(
+    x: Activation[Array, "M K"], *, dtype: jnp.dtype, backend: Backend
+) -> QuantizedRows:
+    """Turn each row into 8-bit values and a scale.
 
-    `peak = max_k(abs(x[m, k]))`, `scale = peak / 127`, `q[m, k] = round(x[m, k] * (127 / peak))`
+    `peak = max_k(abs(x[m, k]))`, `scale = peak / largest`,
+    `q[m, k] = narrow(x[m, k] * (largest / peak))`
 
     Args:
         x: Activations.
+        dtype: int8, of which `largest` is 127, or float8_e4m3fn, of which it is 448.
         backend: Which implementation runs.
 
     Raises:
         ValueError: If K is more than `MAX_CHANNELS`.
 
     Numerics:
-        Both quotients and the product are float32, each rounded to nearest. `round` is to the
-        nearest integer, ties to even, saturated to -128 and 127. A row of zeros has q = 0 and
-        scale = 0. A row with an infinity or a NaN has a scale that is none either, so its products
-        are NaN.
+        Both quotients and the product are float32, each rounded to nearest. `narrow` is to the
+        nearest value, ties to even, saturated. A row of zeros has q = 0 and scale = 0. A row with
+        an infinity or a NaN has a scale that is none either, so its products are NaN.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
 
     Reference:
-        Dynamic quantisation by token: Yao et al. 2022, arXiv:2206.01861.
+        Dynamic quantisation by token: Yao et al. 2022, arXiv:2206.01861. E4M3: Micikevicius et al.
+        2022, arXiv:2209.05433.
     """
     _check_width(x)
-    return KERNELS[backend].quantize_rows(x)
+    return KERNELS[backend].quantize_rows(x, dtype=jnp.dtype(dtype))
 
 
 def rms_norm_quantize(
-    x: Activation[Array, "M K"], gain: Activation[Array, " K"], *, eps: float, backend: Backend
+    x: Activation[Array, "M K"],
+    gain: Activation[Array, " K"],
+    *,
+    eps: float,
+    dtype: jnp.dtype,
+    backend: Backend,
 ) -> QuantizedRows:
     """Normalise rows of the residual stream and quantise them.
 
@@ -54,6 +63,7 @@ def rms_norm_quantize(
         x: The residual stream.
         gain: Of the norm.
         eps: Of the norm.
+        dtype: As `quantize_rows` has it.
         backend: Which implementation runs.
 
     Raises:
@@ -64,7 +74,7 @@ def rms_norm_quantize(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     _check_width(x)
-    return KERNELS[backend].rms_norm_quantize(x, gain, eps=eps)
+    return KERNELS[backend].rms_norm_quantize(x, gain, eps=eps, dtype=jnp.dtype(dtype))
 
 
 def product(
@@ -76,7 +86,7 @@ def product(
     out_dtype: jnp.dtype,
     backend: Backend,
 ) -> Activation[Array, "M O"]:
-    """Multiply quantised rows by quantised weights.
+    """Multiply quantised rows by quantised weights of the same kind.
 
     `out[m, o] = round(residual[m, o] + (x_scale[m] * (w_scale[o] * sum_k(q[m, k] * v[o, k])) +
     bias[o]))`
@@ -93,7 +103,10 @@ def product(
         ValueError: If K of `x` and `w` differ.
 
     Numerics:
-        The sum is exact in int32 and rounded to float32. Each product with a scale and each sum is
+        The sum of integers is exact in int32 and rounded to float32. The sum of float8 on sm90 is
+        `((c_0 + c_1) + c_2) + ...` in float32, c_i the sum of the 128 channels from 128 i on: four
+        wgmma of 32 channels in one accumulator that starts at zero. The portable backend adds as
+        its `linear` does. Each product with a scale and each sum is
         float32 and rounded on its own; the portable backend may fuse the last product with the sum
         that follows.
         Claims: run-invariant, batch-invariant, path-consistent.
