@@ -30,6 +30,7 @@ from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.llm_config import LLMConfig
@@ -41,7 +42,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
-from detjax.opening import load_on_devices
+from detjax.opening import load_draft_model, load_on_devices
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
@@ -89,6 +90,7 @@ class LLM:
         generation_config: str = "auto",
         chat_template: str | Path | None = None,
         cache_dir: str | Path | None = AUTO,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         num_processes: int = 1,
         show_progress: bool = True,
         progress: Progress = ignore_progress,
@@ -133,6 +135,9 @@ class LLM:
                 so that the next process starts quickly; what is read is verified. "auto": in the
                 user's cache folder, unless JAX has one already. None or "none", as the commands
                 say it: JAX's own settings stay as they are.
+            speculative_config: Where drafts come from, as `SpeculativeConfig.of` reads it:
+                `{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}`. It
+                changes no bit. None: as `mode` and `engine_options` say.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -145,39 +150,35 @@ class LLM:
             FileNotFoundError: If the model or a file of it is missing.
         """
         _check_engine_options(engine_options)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
-        if generation_config not in ("auto", "none"):
-            raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+        _check_choices(gpu_memory_utilization, generation_config)
         profile = _profile_of(profile, dtype)
+        speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        recommended = default_sampling(folder) if generation_config == "auto" else {}
-        sampling = SamplingParams(**recommended)
+        sampling = _sampling_of(folder, generation_config)
         tokenizer = Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
             loaded, reason = load_on_devices(
-                folder,
-                profile=profile,
-                backend=backend,
-                dp=dp,
-                tp=tp,
-                cast_weights=cast_weights,
-                quantized_weights=quantized_weights,
-                progress=told,
-                num_processes=num_processes,
-            )
+                folder, profile=profile, backend=backend, dp=dp, tp=tp, cast_weights=cast_weights,
+                quantized_weights=quantized_weights, progress=told, num_processes=num_processes,
+            )  # fmt: skip
+            draft_model = _draft_model_of(speculative, loaded, tokenizer, told)
         sizes = dict(
             batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
             num_pages=num_pages, mode=mode, **engine_options,
         )  # fmt: skip
-        asked = {name: value for name, value in sizes.items() if value is not None}
-        engine = choose_sizes(loaded, asked, gpu_memory_utilization=gpu_memory_utilization)
-        config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason)
-        self._begin(loaded, tokenizer, config, sampling)
+        asked = _asked(speculative, sizes)
+        engine = choose_sizes(
+            loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
+        )
+        config = LLMConfig.of(
+            loaded, engine, name=str(model), folder=folder, backend_reason=reason,
+            speculative=speculative, draft_model=draft_model,
+        )  # fmt: skip
+        self._begin(loaded, tokenizer, config, sampling, draft_model=draft_model)
 
     @classmethod
     def of(
@@ -187,6 +188,7 @@ class LLM:
         config: LLMConfig,
         *,
         tracer: TracesEvents = NO_TRACE,
+        draft_model: LoadedModel | None = None,
     ) -> "LLM":
         """Allocate the cache of a model that is loaded.
 
@@ -198,13 +200,14 @@ class LLM:
             config: As `LLMConfig.of` returns it for `model`, with sizes such as `choose_sizes`
                 chooses.
             tracer: Of the engine: keeps a timeline.
+            draft_model: As `load_draft_model` returns it, if one makes the drafts.
 
         Raises:
             ValueError: If there is not enough memory.
         """
         llm = cls.__new__(cls)
         llm._show_progress, llm._num_processes = False, jax.process_count()
-        llm._begin(model, tokenizer, config, SamplingParams(), tracer)
+        llm._begin(model, tokenizer, config, SamplingParams(), tracer, draft_model)
         return llm
 
     def _begin(
@@ -214,16 +217,19 @@ class LLM:
         config: LLMConfig,
         sampling: SamplingParams,
         tracer: TracesEvents = NO_TRACE,
+        draft_model: LoadedModel | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.default_sampling = sampling
-        check_memory(model, config.engine)
+        check_memory(model, config.engine, draft_model)
         grammars = Grammars(
             lambda: tokenizer.backend.to_str(),
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
         )
-        self.engine = Engine(model, config.engine, tracer=tracer, grammars=grammars)
+        self.engine = Engine(
+            model, config.engine, tracer=tracer, grammars=grammars, draft_model=draft_model
+        )
         is_bundled = config.folder == bundled_model_path()
         name = BUNDLED_NAME if is_bundled else config.name
         self._identifier = Identifier(model, tokenizer, name=name)
@@ -484,6 +490,53 @@ def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsP
     if dtype is not None:
         raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
     return profile
+
+
+def _check_choices(gpu_memory_utilization: float, generation_config: str) -> None:
+    """Refuse values that are out of range."""
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
+    if generation_config not in ("auto", "none"):
+        raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+
+
+def _sampling_of(folder: Path, generation_config: str) -> SamplingParams:
+    """What a model recommends, if it is asked for that."""
+    return SamplingParams(**(default_sampling(folder) if generation_config == "auto" else {}))
+
+
+def _speculative_of(
+    given: SpeculativeConfig | Mapping[str, Any] | str | None,
+) -> SpeculativeConfig | None:
+    """Where drafts come from, if it is said.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    if given is None:
+        return None
+    try:
+        return SpeculativeConfig.of(given)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {error}") from error
+
+
+def _draft_model_of(
+    speculative: SpeculativeConfig | None,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> LoadedModel | None:
+    """The draft model, if one makes the drafts."""
+    if speculative is None or not speculative.model:
+        return None
+    return load_draft_model(speculative.model, model=model, tokenizer=tokenizer, progress=progress)
+
+
+def _asked(speculative: SpeculativeConfig | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `EngineConfig` that are given, and those that follow from the drafts."""
+    of_drafts = {} if speculative is None else speculative.engine_options()
+    return of_drafts | {name: value for name, value in given.items() if value is not None}
 
 
 def _keep_programs(cache_dir: str | Path | None) -> None:

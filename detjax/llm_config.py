@@ -7,6 +7,7 @@ from pathlib import Path
 from detjax.defaults import NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import cache_bytes
+from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
@@ -36,7 +37,8 @@ class LLMConfig:
         dp: Replicas.
         tp: Devices that share each layer.
         engine: Sizes and policies, none of which changes a bit.
-        cache_bytes: Of the cache, over all devices.
+        cache_bytes: Of the cache, over all devices, a draft model's included.
+        speculative: Where its drafts come from, if `speculative_config` says it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LLMConfig:
     tp: int
     engine: EngineConfig
     cache_bytes: int
+    speculative: SpeculativeConfig | None = None
 
     @classmethod
     def of(
@@ -61,6 +64,8 @@ class LLMConfig:
         name: str,
         folder: Path,
         backend_reason: str,
+        speculative: SpeculativeConfig | None = None,
+        draft_model: LoadedModel | None = None,
     ) -> "LLMConfig":
         """Return what an engine on a model runs with."""
         return cls(
@@ -75,7 +80,8 @@ class LLMConfig:
             dp=model.mesh.shape[DP_AXIS],
             tp=model.mesh.shape[TP_AXIS],
             engine=engine,
-            cache_bytes=cache_bytes(model, engine.num_pages),
+            cache_bytes=cache_bytes(model, engine.num_pages, draft_model),
+            speculative=speculative,
         )
 
     def facts(self) -> dict[str, str]:
@@ -89,6 +95,7 @@ class LLMConfig:
             "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute, "
             f"fingerprint {self.fingerprint}",
             "mode": _MODES[engine.mode],
+            **({} if self.speculative is None else {"drafts": str(self.speculative)}),
             "backend": f"{self.backend.value} ({self.backend_reason})",
             "mesh": f"dp {self.dp} x tp {self.tp}",
             "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "

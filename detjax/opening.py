@@ -13,8 +13,10 @@ from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
+from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import check_tp, num_params
+from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -79,6 +81,52 @@ def load_on_devices(
         max_len=max_len,
     )
     return model, placement.reason
+
+
+def load_draft_model(
+    name: str,
+    *,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    progress: Progress = ignore_progress,
+) -> LoadedModel:
+    """Load a smaller model that drafts for another, on its mesh and with its kernels.
+
+    Args:
+        name: A folder in Hugging Face format, a Hugging Face id or the bundled model.
+        model: That verifies.
+        tokenizer: Of `model`.
+        progress: Told how far loading is.
+
+    Raises:
+        ValueError: If the two have other vocabularies, naming both, or something else does not fit.
+        FileNotFoundError: If a file is missing.
+    """
+    folder = find_model(name)
+    size, expected = load_config(folder).vocab_size, model.config.vocab_size
+    verifier = "the model" if model.folder is None else model.folder.name
+    if size != expected:
+        raise ValueError(
+            f"the draft model {name} has a vocabulary of {size} and {verifier} one of {expected}; "
+            "a draft model needs the vocabulary of the model that it drafts for"
+        )
+    theirs = Tokenizer.from_folder(folder).backend.get_vocab(with_added_tokens=True)
+    ours = tokenizer.backend.get_vocab(with_added_tokens=True)
+    if unlike := sorted(theirs.items() ^ ours.items(), key=lambda pair: (pair[1], pair[0])):
+        text, token_id = unlike[0]
+        raise ValueError(
+            f"the tokenizer of the draft model {name} differs from that of {verifier} in "
+            f"{len(unlike)} entries, the first of them {text!r} as token {token_id}; a draft model "
+            "needs the tokenizer of the model that it drafts for"
+        )
+    return load_model(
+        str(folder),
+        profile=model.profile,
+        mesh=model.mesh,
+        backend=model.backend,
+        progress=progress,
+        max_len=model.config.max_position_embeddings,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

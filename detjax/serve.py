@@ -30,6 +30,7 @@ from detjax.cli.command_line import (
 from detjax.cli.errors import EXIT_CODES, OK, InputError, bad_input, exit_code
 from detjax.cli.options import NO_CACHE, Option, add_options, flag_like, in_flags, of_field
 from detjax.engine.config import EngineConfig
+from detjax.models.hub import check_model
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
@@ -38,6 +39,7 @@ from detjax.server.options import (
     LOG_LEVELS,
     access_filter,
     engine_options,
+    speculative_config,
     texts_of_option,
 )
 
@@ -88,6 +90,7 @@ _MAX_WAITING = replace(
 )  # fmt: skip
 _ENGINE = (
     options.MODE,
+    options.SPECULATIVE_CONFIG,
     options.BACKEND,
     options.TP,
     options.DP,
@@ -324,6 +327,10 @@ def check_files(args: argparse.Namespace) -> None:
                 f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
             ) from error
     check_model_option(args.model, args.revision)
+    speculative = speculative_config(args)
+    if speculative is not None and speculative.model:
+        with bad_input("--speculative-config: "):
+            check_model(speculative.model, revision=None)
 
 
 def _log_to_stderr(args: argparse.Namespace) -> None:

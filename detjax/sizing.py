@@ -33,6 +33,7 @@ def choose_sizes(
     *,
     gpu_memory_utilization: float,
     work: Workload | None = None,
+    draft_model: LoadedModel | None = None,
 ) -> EngineConfig:
     """Return what an engine of this model is told at its start.
 
@@ -43,6 +44,7 @@ def choose_sizes(
         model: Loaded, on its mesh.
         asked: Fields of `EngineConfig`; the others are chosen.
         gpu_memory_utilization: As `LLM` has it.
+        draft_model: Loaded beside it, if one makes the drafts.
         work: What the engine will be asked, if that is known: sequences, chunks, lengths and pages
             are no more than it needs.
 
@@ -50,7 +52,8 @@ def choose_sizes(
         ValueError: If a value is out of range, or the cache does not hold `max_len` tokens.
     """
     dp, is_gpu = model.mesh.shape[DP_AXIS], model.backend.platform == "gpu"
-    context = model.config.max_position_embeddings
+    models = (model,) if draft_model is None else (model, draft_model)
+    context = min(one.config.max_position_embeddings for one in models)
     # Checked with as many sequences as may be, before anything is divided by what was asked for.
     checked = EngineConfig(**{"max_len": context, "batch_size": 2**16, **asked})
     # Processes of a job may have unlike memory free, and need one number of pages.
@@ -59,6 +62,7 @@ def choose_sizes(
             model,
             gpu_memory_utilization=gpu_memory_utilization,
             draft_weights=checked.draft_weights,
+            draft_model=draft_model,
         )
     )
     max_len = min(context, fitting // dp * model.profile.attention_block)

@@ -35,6 +35,7 @@ LEFT_OUT = shutil.ignore_patterns(
 KERNELS, ENGINE = "detjax/pallas_kernels", "detjax/engine"
 CLAIMS, SCHEDULES = "tests/invariance/test_kernel_claims.py", "tests/invariance/test_schedules.py"
 SAMPLES = "tests/engine/test_sampling.py"
+SPECULATION = "tests/engine/test_speculation.py"
 CHOICE, ROUNDING = "tests/engine/test_choice.py", "tests/pallas_kernels/test_rounding.py"
 PINNED = "tests/invariance/test_pinned.py"
 
@@ -505,6 +506,32 @@ MUTANTS = (
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
+        name="draft-model-has-holes",
+        fault="a draft model does not run the last draft of a window that was accepted whole",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="jnp.stack([first - 1, first], axis=1)",
+                new="jnp.stack([jnp.full_like(first, -1), first], axis=1)",
+            ),
+        ),
+        tests=(f"{SPECULATION}::test_a_draft_model_that_agrees_has_no_hole_in_its_cache",),
+    ),
+    Mutant(
+        name="draft-model-misses-tokens",
+        fault="a draft model does not read what was made while drafts were off",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="tuple(call for row in missed for call in self._catch_up(row))",
+                new="tuple(call for row in missed[:0] for call in self._catch_up(row))",
+            ),
+        ),
+        tests=(
+            f"{SPECULATION}::test_drafts_stop_at_high_batch_and_begin_again_with_what_was_missed",
+        ),
     ),
     Mutant(
         name="new-pages-are-not-told",

@@ -11,9 +11,10 @@ from typing import Any
 from detjax.cli import options
 from detjax.cli.errors import BITS_DIFFER, InputError, bad_input
 from detjax.cli.options import DTYPES, Option, in_flags, of_field
-from detjax.engine.config import DRAFT_WEIGHTS, EngineConfig
+from detjax.engine.config import OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.requests.sampling_params import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
+from detjax.engine.speculative_config import SpeculativeConfig
 
 GROUPS = {
     "model": "Which weights.",
@@ -234,7 +235,16 @@ class GenerateArgs:
     batch_size: int | None = _as(options.BATCH_SIZE, _SCHEDULE)
     prefill_chunk: int | None = _as(options.PREFILL_CHUNK, _SCHEDULE)
     mode: str = _as(options.MODE, _SCHEDULE)
-    draft_weights: str = _as(replace(_engine("draft_weights"), choices=DRAFT_WEIGHTS), _SCHEDULE)
+    speculative_config: str | None = _as(options.SPECULATIVE_CONFIG, _SCHEDULE)
+    draft_weights: str = _as(
+        replace(
+            _engine("draft_weights"),
+            choices=OWN_DRAFT_WEIGHTS,
+            help="what the drafts of dvr are computed with: the weights as they are, or 8-bit "
+            "ones, which take half as much memory again",
+        ),
+        _SCHEDULE,
+    )
     decode_steps: int = _as(options.DECODE_STEPS, _SCHEDULE)
     has_prompt_lookup: bool = _as(
         replace(_engine("has_prompt_lookup"), flags=("--prompt-lookup",)), _SCHEDULE
@@ -296,8 +306,8 @@ class GenerateArgs:
             default=1,
             parse=int,
             help="with --check: run N times, at other batch sizes, orders and chunks, among other "
-            "neighbours, with --mode dvr every other run in invariant; completions of the first "
-            "run are written",
+            "neighbours, with --mode dvr or a draft model every other run in invariant without "
+            "drafts; completions of the first run are written",
         ),
         _CHECK,
     )
@@ -413,6 +423,18 @@ def _bias(given: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias {given}: give ID=BIAS, as in 17=-2.5") from error
 
 
+def speculative_config(args: GenerateArgs) -> SpeculativeConfig | None:
+    """Return where drafts come from, if --speculative-config says it.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
+    if args.speculative_config is None:
+        return None
+    with bad_input("--speculative-config: "):
+        return SpeculativeConfig.of(args.speculative_config)
+
+
 def engine_options(args: GenerateArgs, *, max_len: int) -> dict[str, Any]:
     """Return the fields of `EngineConfig` that are not left to `choose_sizes`.
 
@@ -421,7 +443,10 @@ def engine_options(args: GenerateArgs, *, max_len: int) -> dict[str, Any]:
             completions of `max_len` tokens together.
     """
     values = _values(args, EngineConfig)
+    speculative = speculative_config(args)
+    of_drafts = {} if speculative is None else speculative.engine_options()
     asked = {name: value for name, value in values.items() if value is not None}
+    asked |= {name: value for name, value in of_drafts.items() if name not in args.given}
     with bad_input(rephrase=as_flags):
         EngineConfig(**{"max_len": max_len, **asked})
     return asked

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from detjax.cli.arguments import GenerateArgs, as_flags
+from detjax.cli.arguments import GenerateArgs, as_flags, speculative_config
 from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import NO_CACHE
@@ -61,6 +61,7 @@ class OpenModel:
         model: The weights.
         backend_reason: Why its kernels run it.
         processes: That make the same calls.
+        draft_model: Makes the drafts, if one does.
     """
 
     args: GenerateArgs
@@ -68,6 +69,7 @@ class OpenModel:
     model: "LoadedModel"
     backend_reason: str
     processes: Processes
+    draft_model: "LoadedModel | None" = None
 
     def size_engine(self, asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         """Choose what is not asked for of an engine's options, for some work.
@@ -85,6 +87,7 @@ class OpenModel:
                 asked,
                 gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
                 work=work,
+                draft_model=self.draft_model,
             )
 
     def config_of(self, engine: EngineConfig) -> "LLMConfig":
@@ -97,6 +100,8 @@ class OpenModel:
             name=self.args.model,
             folder=self.files.folder,
             backend_reason=self.backend_reason,
+            speculative=speculative_config(self.args),
+            draft_model=self.draft_model,
         )
 
     def make_llm(self, engine: EngineConfig, *, tracer: TracesEvents = NO_TRACE) -> "LLM":
@@ -111,7 +116,13 @@ class OpenModel:
         if self.model.backend.platform == "gpu":
             gc.collect()  # the cache of the engine before
         with bad_input(rephrase=as_flags):
-            return LLM.of(self.model, self.files.tokenizer, self.config_of(engine), tracer=tracer)
+            return LLM.of(
+                self.model,
+                self.files.tokenizer,
+                self.config_of(engine),
+                tracer=tracer,
+                draft_model=self.draft_model,
+            )
 
 
 OpensModel = Callable[[GenerateArgs, ModelFiles, Progress, int], OpenModel]
@@ -125,12 +136,16 @@ def read_model_files(args: GenerateArgs) -> ModelFiles:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
     from detjax.models.hf_config import load_config
-    from detjax.models.hub import find_model
+    from detjax.models.hub import check_model, find_model
 
     check_name(args.model)
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
+    speculative = speculative_config(args)
+    if speculative is not None and speculative.model:
+        with bad_input("--speculative-config: "):
+            check_model(speculative.model)
     if args.chat_template is not None:
         with bad_input("--chat-template: "):
             tokenizer = tokenizer.with_template(args.chat_template)
@@ -161,6 +176,7 @@ def open_model(
         with bad_input("--model: "):
             processes.check_same_model(files.folder)
         model, reason = _load(args, files.folder, processes, progress, max_len)
+        draft_model = _load_draft_model(args, files, model, processes.telling(progress))
     processes.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
     share = args.gpu_memory_utilization
     if share is not None and model.backend.platform == "cpu":
@@ -169,13 +185,31 @@ def open_model(
             "leave it out, or give --cache-pages"
         )
     return OpenModel(
-        args=args, files=files, model=model, backend_reason=reason, processes=processes
-    )
+        args=args, files=files, model=model, backend_reason=reason, processes=processes,
+        draft_model=draft_model,
+    )  # fmt: skip
+
+
+def _load_draft_model(
+    args: GenerateArgs, files: ModelFiles, model: "LoadedModel", progress: Progress
+) -> "LoadedModel | None":
+    """Load the draft model, if there is one."""
+    from detjax.opening import load_draft_model
+
+    speculative = speculative_config(args)
+    if speculative is None or not speculative.model:
+        return None
+    with bad_input("--speculative-config: "):
+        return load_draft_model(
+            speculative.model, model=model, tokenizer=files.tokenizer, progress=progress
+        )
 
 
 def _shared_settings(args: GenerateArgs) -> str:
     """The options that all processes of a job are given alike."""
     options = dataclasses.asdict(args)
+    # A set is written in another order by each process.
+    options["given"] = sorted(args.given - OWN_OPTIONS)
     return repr({name: value for name, value in options.items() if name not in OWN_OPTIONS})
 
 

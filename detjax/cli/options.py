@@ -20,6 +20,7 @@ from detjax.compilation.source import default_cache_dir
 from detjax.defaults import AUTO, NO_CAST
 from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.speculative_config import METHODS
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.pallas_kernels.backend import Backend
 
@@ -307,6 +308,14 @@ CANONICAL_MODE = replace(
     help=MODE.help.partition(" fast: XLA's")[0].removesuffix("."),
 )
 """`--mode` of a command whose answers must be canonical."""
+SPECULATIVE_CONFIG = Option(
+    name="speculative_config",
+    metavar="JSON",
+    help="where drafts come from, which canonical steps verify: the same bits. An object with "
+    f"`method` ({' or '.join(METHODS)}), of a draft model `model` (a folder or a Hugging Face id), "
+    "`num_speculative_tokens` (3), and `disable_by_batch_size` (32), the most sequences that "
+    "decode at once while drafts are made",
+)
 DECODE_STEPS = of_field(EngineConfig, "decode_steps")
 SELF_CHECK = replace(
     of_field(EngineConfig, "self_check"),

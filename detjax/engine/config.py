@@ -4,7 +4,9 @@
 from dataclasses import dataclass
 
 MODES = ("invariant", "dvr", "fast")
-DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
+DRAFT_MODEL = "draft_model"
+OWN_DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
+DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, DRAFT_MODEL)
 SELF_CHECKS = ("off", "start", "always")
 
 AGEING_STEPS = 200
@@ -51,6 +53,9 @@ class EngineConfig:
             verification: cheaper where canonical kernels are about as fast as others. None: 0 for
             full weights on `sm90`, whose canonical steps are the quicker ones
             (docs/kernels.md), else 1.
+        max_draft_batch: Most sequences that decode at once while drafts of a draft model or of the
+            prompt are made. More decode without drafts, as a window of a large batch costs more
+            than its drafts save. 0 sets no limit.
         decode_steps: Tokens of a sequence in one launch, while all who run decode: the host
             launches once for all of them, which pays where a step takes the host longer than
             the device (small models). They are released together, what comes behind an end
@@ -61,8 +66,10 @@ class EngineConfig:
             With 2 that is hidden; a sequence whose end nobody foresaw computes 2 tokens for nothing
             instead of 1, and a request that arrives waits for a step more. None: 2 on a GPU where
             a step takes less than 0.8 ms by the model's size, else 1.
-        draft_weights: What the drafts of `dvr` are computed with: the weights as they are, or
-            8-bit ones, which take half as much memory again.
+        draft_weights: What drafts are computed with. In `dvr` the weights as they are, or 8-bit
+            ones, which take half as much memory again. In `dvr` and `invariant` also
+            "draft_model": the weights of a smaller model, which `Engine` is given. It fills a
+            window in one launch.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
             text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
@@ -92,6 +99,7 @@ class EngineConfig:
     verify_patience: int = 4
     verify_deadline: int = 64
     max_draft_fraction: float | None = None
+    max_draft_batch: int = 0
     decode_steps: int = 1
     steps_ahead: int | None = None
     draft_weights: str = "full"
@@ -111,6 +119,7 @@ class EngineConfig:
             "max_tokens_per_step",
             "max_prefill_streak",
             "verify_patience",
+            "max_draft_batch",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
@@ -123,29 +132,12 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
-        if self.draft_weights != "full" and self.mode != "dvr":
-            raise ValueError(
-                f"draft_weights={self.draft_weights!r} needs mode='dvr', not {self.mode!r}"
-            )
-        if self.mode == "dvr" and self.decode_steps > max(1, self.verify_window - 1):
-            raise ValueError(
-                f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
-                f"{self.verify_window - 1} in dvr, the drafts of a window"
-            )
         if self.max_len * self.verify_window >= 2**31:
             raise ValueError(
                 f"max_len={self.max_len} times verify_window={self.verify_window} must be below "
                 "2**31: a slot keeps a position and its number of drafts in one int32"
             )
-        if self.has_prompt_lookup and self.decode_steps > 1:
-            raise ValueError(
-                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
-                "every token before it proposes the next"
-            )
-        if self.has_prompt_lookup and self.mode != "invariant":
-            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
-        if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
-            raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
+        self._check_drafts()
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
                 raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
@@ -158,6 +150,35 @@ class EngineConfig:
         for shape in self.prefill_shapes:
             if len(shape) != 2 or min(shape) < 1:
                 raise ValueError(f"{shape} of prefill_shapes must be (sequences, tokens of each)")
+
+    def _check_drafts(self) -> None:
+        """Check what drafts go with."""
+        by_model = self.draft_weights == DRAFT_MODEL
+        modes = ("dvr", "invariant") if by_model else ("dvr",)
+        if self.draft_weights != "full" and self.mode not in modes:
+            needed = " or ".join(map(repr, modes))
+            raise ValueError(
+                f"draft_weights={self.draft_weights!r} needs mode={needed}, not {self.mode!r}"
+            )
+        if self.mode == "dvr" and self.decode_steps > max(1, self.verify_window - 1):
+            raise ValueError(
+                f"decode_steps={self.decode_steps} must be at most verify_window - 1 = "
+                f"{self.verify_window - 1} in dvr, the drafts of a window"
+            )
+        if self.has_prompt_lookup and self.decode_steps > 1:
+            raise ValueError(
+                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
+                "every token before it proposes the next"
+            )
+        if self.has_prompt_lookup and self.mode != "invariant":
+            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
+        if by_model and (self.verify_window < 2 or self.has_prompt_lookup):
+            raise ValueError(
+                f"draft_weights={DRAFT_MODEL!r} needs verify_window={self.verify_window} above 1, "
+                f"a token and its drafts, and has_prompt_lookup={self.has_prompt_lookup} off"
+            )
+        if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
+            raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +222,7 @@ class ReplicaConfig:
     max_tokens_per_step: int
     max_prefill_streak: int
     max_draft_fraction: float
+    max_draft_batch: int
     decode_steps: int
     draft_weights: str
     ageing_steps: int
@@ -267,6 +289,7 @@ class ReplicaConfig:
             max_tokens_per_step=config.max_tokens_per_step or no_limit,
             max_prefill_streak=config.max_prefill_streak,
             max_draft_fraction=max_draft_fraction(config, steps_beat_xla=steps_beat_xla),
+            max_draft_batch=config.max_draft_batch,
             decode_steps=config.decode_steps,
             draft_weights=config.draft_weights,
             ageing_steps=AGEING_STEPS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from detjax.engine import trace
-from detjax.engine.config import EngineConfig, ReplicaConfig, check_config
+from detjax.engine.config import DRAFT_MODEL, EngineConfig, ReplicaConfig, check_config
 from detjax.engine.errors import (
     EngineFullError,
     EngineResetError,
@@ -35,13 +35,13 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import RequestStates
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
+from detjax.engine.running.draft_programs import check_draft_model
 from detjax.engine.running.launch_times import quickest_steps_ahead
 from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
 from detjax.engine.sampling.grammars import Grammars
-from detjax.engine.scheduling.ngram import propose_from_prompt
+from detjax.engine.scheduling.drafters import HOST_DRAFTERS, Drafter
 from detjax.engine.scheduling.scheduler import Scheduler
-from detjax.engine.scheduling.speculation import propose_nothing
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.recheck import Rechecks
@@ -80,6 +80,8 @@ class Engine:
         programs: ProgramCache | None = None,
         tracer: trace.TracesEvents = trace.NO_TRACE,
         grammars: Grammars | None = None,
+        drafters: abc.Sequence[Drafter] = HOST_DRAFTERS,
+        draft_model: LoadedModel | None = None,
     ):
         """Allocate the cache.
 
@@ -91,9 +93,13 @@ class Engine:
                 programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.
             grammars: Of the model's tokenizer, for requests with structured output.
+            drafters: Sources of drafts on the host, where `config` has `has_prompt_lookup`.
+            draft_model: On the mesh of `model`; makes the drafts where `config.draft_weights` is
+                "draft_model", and is not used elsewhere.
 
         Raises:
-            ValueError: If sizes do not divide over replicas or the context is too short.
+            ValueError: If sizes do not divide over replicas, the context is too short, or there is
+                no draft model that goes with the model where there should be one.
         """
         dp = model.mesh.shape[DP_AXIS]
         check_config(config, dp, model.config.max_position_embeddings)
@@ -103,12 +109,13 @@ class Engine:
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
         )
+        draft_model = self._checked_draft_model(draft_model, model, config)
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
         self._scheduler = Scheduler(
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
-            propose=propose_from_prompt if config.has_prompt_lookup else propose_nothing,
+            drafters=drafters if config.has_prompt_lookup else (),
         )
         self._claim = Claim(model, replica, self._stats)
         self._runner = ModelRunner(
@@ -116,6 +123,7 @@ class Engine:
             replica,
             candidates=candidates,
             programs=programs,
+            draft_model=draft_model,
             claim=self._claim,
             idle_pages=self._scheduler.idle_pages,
             stats=self._stats,
@@ -130,6 +138,21 @@ class Engine:
         self._weight_history = WeightHistory()
         self._process_id = os.getpid()
         self._stopped_by: str | None = None  # not the exception, which keeps what it saw alive
+
+    @staticmethod
+    def _checked_draft_model(
+        draft_model: LoadedModel | None, model: LoadedModel, config: EngineConfig
+    ) -> LoadedModel | None:
+        """The draft model, if the configuration wants one."""
+        if config.draft_weights != DRAFT_MODEL:
+            return None
+        if draft_model is None:
+            raise ValueError(
+                f"draft_weights={DRAFT_MODEL!r} needs a draft model; give Engine(draft_model=...), "
+                "or speculative_config with a model to detjax.LLM"
+            )
+        check_draft_model(draft_model, model, max_len=config.max_len)
+        return draft_model
 
     def _make_processors(
         self, replica: ReplicaConfig, tracer: trace.TracesEvents, grammars: Grammars | None

@@ -65,6 +65,31 @@ class Histogram:
         return self.largest
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftCounts:
+    """Windows of one source of drafts.
+
+    Attributes:
+        num_windows: Verified.
+        draft_tokens: Drafts verified.
+        accepted_tokens: Drafts committed.
+    """
+
+    num_windows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of verified drafts that were committed."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def tokens_per_window(self) -> float:
+        """Tokens that a window has committed: its accepted drafts, and the one behind them."""
+        return 1 + self.accepted_tokens / self.num_windows if self.num_windows else 0.0
+
+
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
     """Counters since the engine was made, and how things stand now. The engine adds to it.
@@ -99,6 +124,7 @@ class EngineStats:
         draft_tokens: Drafts verified.
         accepted_tokens: Drafts committed.
         num_rollbacks: Windows in which a draft was wrong.
+        drafts: The same by the source of drafts: the name of a `Drafter`, or `draft_weights`.
         plan_s: Host: deciding what to run.
         launch_s: Host: laying out rows and handing programs over.
         wait_s: Host: waiting for results. Near zero, the engine's own Python is what limits.
@@ -146,6 +172,7 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     num_rollbacks: int = 0
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
     plan_s: float = 0.0
     launch_s: float = 0.0
     wait_s: float = 0.0
@@ -173,6 +200,15 @@ class EngineStats:
         """Rows of a verification that were no padding."""
         return self.num_windows / self.verify_launches if self.verify_launches else 0.0
 
+    def note_drafts(self, source: str, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified window of a source of drafts."""
+        before = self.drafts.get(source, DraftCounts())
+        self.drafts[source] = DraftCounts(
+            num_windows=before.num_windows + 1,
+            draft_tokens=before.draft_tokens + num_drafts,
+            accepted_tokens=before.accepted_tokens + num_accepted,
+        )
+
     def numbers(self) -> dict[str, int | float]:
         """All counters, and mean and quantiles of the histograms, as flat JSON."""
         flat = {}
@@ -183,6 +219,10 @@ class EngineStats:
                 flat[f"{stem}_mean_s"] = value.mean
                 for share in (50, 90, 99):
                     flat[f"{stem}_p{share}_s"] = value.quantile(share / 100)
+            elif isinstance(value, dict):
+                for source, counts in value.items():
+                    flat[f"acceptance_{source}"] = counts.acceptance
+                    flat[f"tokens_per_window_{source}"] = counts.tokens_per_window
             elif not isinstance(value, str):
                 flat[entry.name] = value
         return flat | {

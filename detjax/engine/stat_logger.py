@@ -61,6 +61,7 @@ class StatLogger:
         self.stats.draft_tokens += row.num_drafts
         self.stats.accepted_tokens += num_committed - 1
         self.stats.num_rollbacks += num_committed <= row.num_drafts
+        self.stats.note_drafts(row.source, row.num_drafts, num_committed - 1)
 
     def note_arrival(self, seq: Sequence) -> None:
         """Note a new sequence."""

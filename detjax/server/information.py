@@ -126,9 +126,22 @@ class Information:
             "created": self._service.opened_at_s,
             "max_model_len": model.max_len,
             "mode": model.mode,
+            "drafts": self._drafts(),
             "weights": model.identity.model["weights"],
             "weight_version": model.weight_version,
             "has_chat_template": model.tokenizer.chat_template is not None,
+        }
+
+    def _drafts(self) -> Json:
+        """What became of drafts so far, by their source; nothing while none was verified."""
+        counted = dict(self._service.stats().drafts)  # the engine adds to it meanwhile
+        return {
+            source: {
+                "num_windows": counts.num_windows,
+                "acceptance": counts.acceptance,
+                "tokens_per_window": counts.tokens_per_window,
+            }
+            for source, counts in counted.items()
         }
 
     async def tokenizer_info(self, request: Request) -> Response:

@@ -52,6 +52,11 @@ COUNTERS = {
     "num_rechecked": "Tokens of answers that were checked again by prefill.",
     "num_self_check_differences": "Bits that a self-check has found to differ.",
 }
+COUNTERS_BY_SOURCE = {
+    "num_windows": ("source_windows", "Windows verified, by the source of their drafts."),
+    "draft_tokens": ("source_draft_tokens", "Drafts verified, by source."),
+    "accepted_tokens": ("source_accepted_tokens", "Drafts committed, by source."),
+}
 HISTOGRAMS = {
     "first_token_s": (
         "time_to_first_token_seconds",
@@ -118,6 +123,11 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         metric = name.removeprefix("num_")
         metric = f"{metric[:-2]}_seconds" if metric.endswith("_s") else metric
         yield CounterMetricFamily(f"detjax_{metric}", text, value=getattr(stats, name))
+    for name, (metric, text) in COUNTERS_BY_SOURCE.items():
+        counter = CounterMetricFamily(f"detjax_{metric}", text, labels=["source"])
+        for source, counts in dict(stats.drafts).items():  # the engine adds to it meanwhile
+            counter.add_metric([source], getattr(counts, name))
+        yield counter
     for name, (metric, text) in HISTOGRAMS.items():
         histogram: Histogram = getattr(stats, name)
         yield HistogramMetricFamily(

@@ -59,6 +59,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             dp=args.dp,
             generation_config=args.generation_config,
             chat_template=args.chat_template,
+            speculative_config=args.speculative_config,
             # WHY: not so many as `LLM` has: here others wait for their next token.
             max_prefill_streak=prefill_streak(args.max_num_batched_tokens),
             gpu_memory_utilization=share,

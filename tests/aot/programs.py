@@ -355,6 +355,14 @@ def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.CompiledProg
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
+def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
+    """A program of a draft model of the same shapes, on a device that is full."""
+    model = abstract_model(2, PRESSED_BYTES)
+    programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=model)
+    key = plain_key(kind, mode="fast", weights="draft_model", **sizes)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
 def choice(
     rows: int, *, length: int = 1, with_filters: bool = False, num_top: int = 0
 ) -> ChoiceKey:
@@ -478,6 +486,9 @@ PROGRAMS = {
     "pressed_wide": lambda: pressed("decode", rows=16, table_len=1024),
     "pressed_one": lambda: pressed("decode", rows=1, table_len=64),
     "pressed_loop": lambda: pressed("decode", rows=8, table_len=34, length=4),
+    "pressed_draft_prefill": lambda: pressed_draft("prefill", rows=1, table_len=10, length=512),
+    "pressed_draft_window": lambda: pressed_draft("decode", rows=8, table_len=10, length=3),
+    "pressed_draft_window_one": lambda: pressed_draft("decode", rows=1, table_len=34, length=5),
     "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
     # Logits are left where they are made, or in the first rows of what a choice program reads.
     "pressed_leaves_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=8),

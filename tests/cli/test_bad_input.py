@@ -73,6 +73,22 @@ from detjax.cli import errors
         ),
         (("--prompt", "a", "--verify-window", "0"), "--verify-window 0 must be at least 1"),
         (
+            ("--prompt", "a", "--speculative-config", "{"),
+            "--speculative-config: { is no JSON object",
+        ),
+        (
+            ("--prompt", "a", "--speculative-config", '{"method": "medusa"}'),
+            "--speculative-config: method='medusa' must be one of ['ngram', 'draft_model']",
+        ),
+        (
+            ("--prompt", "a", "--speculative-config", '{"model": "./none"}'),
+            "--speculative-config: ",
+        ),
+        (
+            ("--prompt", "a", "--mode", "fast", "--speculative-config", '{"model": "novels-6m"}'),
+            "needs --mode dvr or 'invariant', not 'fast'",
+        ),
+        (
             ("--prompt", "a", "--cache-pages", "3", "--dp", "2", "--batch-size", "2"),
             "--cache-pages 3 must be a multiple of --dp 2",
         ),

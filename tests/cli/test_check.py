@@ -86,6 +86,14 @@ def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
     assert "verified by canonical ones" in capsys.readouterr().err
 
 
+def test_a_check_of_a_draft_model_compares_it_with_no_drafts(command, capsys):
+    shapes: list[EngineConfig] = []
+    argv = ("--prompt", "ab", "--speculative-config", '{"model": "novels-6m"}')
+    assert command(*argv, "--repeat", "3", "--check", shapes=shapes) == errors.OK
+    assert [shape.draft_weights for shape in shapes] == ["draft_model", "full", "draft_model"]
+    assert {shape.verify_window for shape in shapes} == {4}
+
+
 def test_fast_asks_for_no_deterministic_answer(command, capsys):
     asked: list[bool] = []
 

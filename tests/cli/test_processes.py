@@ -2,6 +2,9 @@
 """What the processes of a job do together, and that one process waits for nobody."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +64,21 @@ def test_options_that_make_no_job_are_named():
     args = parse_args(["--prompt", "a", options.NUM_PROCESSES.flag, "2"])
     with pytest.raises(InputError, match="--coordinator and --process-id must be given too"):
         join_processes(args)
+
+
+def test_settings_of_a_job_are_one_text_in_every_process():
+    """Python draws the order of a set anew in each process."""
+    code = (
+        "from detjax.cli.model import _shared_settings; from detjax.cli.parser import parse_args;"
+        "args = '--prompt a --tp 2 --seed 3 --coordinator h:1 --num-processes 2 --process-id';"
+        "print(_shared_settings(parse_args([*args.split(), '{}'])))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code.format(seed)],
+            env=os.environ | {"PYTHONHASHSEED": str(seed + 1)},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in range(2)
+    }  # fmt: skip
+    assert len(told) == 1 and "'given': [" in told.pop()

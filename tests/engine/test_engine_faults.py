@@ -491,14 +491,15 @@ def test_a_request_that_cannot_be_laid_out_fails_alone():
 
 
 def test_a_sequence_that_raises_in_scheduling_fails_alone():
+    class Raising:
+        name = "raising"
+
+        def draft(self, seq, most):
+            if seq.tokens[0] == 2:
+                raise ZeroDivisionError("no draft")
+
     made = engine(has_prompt_lookup=True, verify_rows=2)
-
-    def propose(tokens, most):
-        if tokens[0] == 2:
-            raise ZeroDivisionError("no draft")
-        return ()
-
-    made._scheduler._speculation._propose = propose
+    made._scheduler._speculation._drafters = (Raising(),)
     ids = [add(made, request(first, max_tokens=20)) for first in (1, 2, 3)]
     outputs = made.drain()
     of_bad = [o for o in outputs if o.request_id == ids[1]]

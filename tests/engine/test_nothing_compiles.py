@@ -45,6 +45,11 @@ KINDS = (
 TWO_SIZES = {"batch_size": 4, "decode_batches": (1,)}
 """Programs for one row and for four."""
 
+DRAFTED = TWO_SIZES | {
+    "draft_weights": "draft_model", "max_draft_batch": 2, "verify_window": 4, "verify_patience": 0,
+}  # fmt: skip
+"""Drafts of a draft model, for some of the time."""
+
 
 @dataclass
 class Compilations:
@@ -84,7 +89,7 @@ def engine(programs: ProgramCache | None = None, **changes) -> Engine:
     folder = bundled_model_path()
     grammars = Grammars((folder / "tokenizer.json").read_text, vocab_size=VOCAB, eos_token_ids=(0,))
     config = EngineConfig(**{"batch_size": 2, "prefill_chunk": 32, "max_len": MAX_LEN} | changes)
-    return Engine(model(), config, grammars=grammars, programs=programs)
+    return Engine(model(), config, grammars=grammars, programs=programs, draft_model=model())
 
 
 def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
@@ -114,6 +119,8 @@ def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
             ({"mode": "dvr", "max_draft_fraction": 0.6, "verify_window": 4}, 400),
             ({"has_prompt_lookup": True, "verify_window": 4}, 400),
             ({"mode": "dvr", "decode_steps": 3, "verify_window": 4}, 400),
+            (DRAFTED, 400),
+            (DRAFTED | {"mode": "dvr", "decode_steps": 2}, 400),
         ],
     ),
     ids=str,
@@ -164,6 +171,8 @@ def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
                 ({"mode": "dvr", "verify_window": 4}, ({},), 0),
                 ({"mode": "dvr", "verify_window": 4}, ({"structured_output": FORM}, {}), 1),
                 ({"has_prompt_lookup": True, "verify_window": 4}, ({},), 2),
+                (DRAFTED, ({},), 0),
+                (DRAFTED, ({}, {"structured_output": FORM}), 1),
             )
         ],
     ),

@@ -43,6 +43,7 @@ CONFIG = ReplicaConfig(
     max_tokens_per_step=1000,
     max_prefill_streak=0,
     max_draft_fraction=1.0,
+    max_draft_batch=0,
     decode_steps=2,
     draft_weights="full",
     ageing_steps=10,
@@ -67,6 +68,7 @@ class Device:
         self.windows: dict[tuple[int, int], list[int]] = {}  # of each slot: committed, drafts
         self.prefixes: dict[tuple[int, int], list[int]] = {}  # all tokens up to the committed one
         self.is_right = lambda: True
+        self.drafter = DraftCache(config)
         self.end: int | None = 3
         self.in_flight: list[tuple] = []
 
@@ -115,6 +117,7 @@ class Device:
         assert 0 < len(row.token_ids) <= shape[1]
         assert row.seq.replica == replica
         self.write(row.seq, tokens, row.start, kind="canonical")
+        self.drafter.prefill(row.seq, tokens, row.start, is_last=row.is_last)
         if not row.is_last:
             return row, []
         assert tokens == row.seq.tokens
@@ -130,9 +133,16 @@ class Device:
         # The device counts the drafts of a slot, and the host those of a sequence.
         assert len(self.windows[key]) == row.seq.num_drafts - row.num_tokens * row.is_draft
         kind = "canonical" if row.seq.is_canonical and not row.is_draft else "draft"
-        assert 1 <= row.num_tokens <= self.config.decode_steps
+        has_model = row.is_draft and self.config.draft_weights == "draft_model"
+        most = self.config.verify_window - 1 if has_model else self.config.decode_steps
+        assert 1 <= row.num_tokens <= most
+        if has_model:
+            self.drafter.begin(row, tokens, committed=len(self.prefixes[key]))
         for _ in range(row.num_tokens):
-            self.write(row.seq, tokens, len(tokens) - 1, kind=kind)
+            if has_model:
+                self.drafter.run(row.seq, tokens)
+            else:
+                self.write(row.seq, tokens, len(tokens) - 1, kind=kind)
             is_right = not row.is_draft or self.is_right()
             tokens = tokens + [self.token_after(tokens) + (0 if is_right else 100)]
         if row.is_draft:
@@ -178,6 +188,51 @@ class Device:
             if seq.state is SequenceState.RUNNING:
                 self.scheduler.share_pages(seq)
         return told
+
+
+class DraftCache:
+    """A draft model's cache: each token that it runs must find its own tokens before it.
+
+    Like the device it knows the first token of the last window, and so the last draft, which no
+    step has run.
+    """
+
+    def __init__(self, config: ReplicaConfig):
+        self.is_used = config.draft_weights == "draft_model"
+        self.written: dict[tuple[int, int], tuple] = {}
+        self.first: dict[tuple[int, int], int] = {}
+        self.num_missed, self.window_len = 0, config.verify_window
+
+    def write(self, seq: Sequence, tokens: list[int], position: int) -> None:
+        place = seq.pages[position // PAGE] * PAGE + position % PAGE
+        self.written[seq.replica, place] = tuple(tokens[: position + 1])
+
+    def prefill(self, seq: Sequence, tokens: list[int], start: int, *, is_last: bool) -> None:
+        if self.is_used and seq.is_drafted:
+            for position in range(start, len(tokens)):
+                self.write(seq, tokens, position)
+            if is_last:
+                self.first[seq.replica, seq.slot] = len(tokens) - 1
+
+    def begin(self, row: DecodeRow, tokens: list[int], *, committed: int) -> None:
+        """Run what was missed, and the token before the newest one if the device knows it."""
+        seq, key = row.seq, (row.seq.replica, row.seq.slot)
+        if row.missed_from is not None:
+            assert len(seq.tokens) == committed, "results in flight commit more"
+            self.num_missed += committed - 1 - row.missed_from
+            self.prefill(seq, seq.tokens[:-1], row.missed_from, is_last=True)
+        assert 0 <= len(tokens) - 2 - self.first[key] < self.window_len, "not in the window"
+        self.write(seq, tokens, len(tokens) - 2)
+        self.first[key] = committed - 1
+
+    def run(self, seq: Sequence, tokens: list[int]) -> None:
+        """Run the newest token, which reads all before it."""
+        self.write(seq, tokens, len(tokens) - 1)
+        if not seq.num_registered:  # entries of shared pages may be of a sequence without drafts
+            for position in range(len(tokens)):
+                place = seq.pages[position // PAGE] * PAGE + position % PAGE
+                found = self.written.get((seq.replica, place))
+                assert found == tuple(tokens[: position + 1]), "read another entry"
 
 
 class Simulation:
@@ -267,6 +322,7 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
     """Every policy, and sizes at which pages, slots and windows run out."""
     slots, window = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 1, 2, 3, 5]))
     has_prompt_lookup = rng.random() < 0.2
+    has_model = window > 1 and not has_prompt_lookup and rng.random() < 0.5
     shapes = (((1, 6),), ((1, 6), (2, 4)), ((1, 1),), ((3, 9),))
     return changed(
         num_replicas=int(rng.choice([1, 1, 1, 2])),
@@ -279,6 +335,8 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
         verify_patience=int(rng.choice([0, 3, 50])),
         verify_deadline=int(rng.choice([1, 6, 50])),
         max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
+        max_draft_batch=int(rng.choice([0, 0, 1, 2])),
+        draft_weights="draft_model" if has_model else "full",
         decode_steps=1 if has_prompt_lookup else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),
         has_prefix_cache=bool(rng.random() < 0.5),
@@ -286,9 +344,13 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
     )
 
 
-def propose_half_wrong(tokens, most):
-    """What the host proposes: nothing, a right token, or a right one and a wrong one."""
-    return (Device.token_after(list(tokens)), 99)[: min(most, len(tokens) % 3)]
+class HalfWrong:
+    """What the host drafts: nothing, a right token, or a right one and a wrong one."""
+
+    name = "half wrong"
+
+    def draft(self, seq, most):
+        return (Device.token_after(seq.tokens), 99)[: min(most, len(seq.tokens) % 3)] or None
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -302,7 +364,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**32 - 1))
     def choose(self, seed):
         config = random_configuration(np.random.default_rng(seed))
-        given = {"propose": propose_half_wrong} if config.has_prompt_lookup else {}
+        given = {"drafters": (HalfWrong(),)} if config.has_prompt_lookup else {}
         self.simulation = Simulation(config, steps_ahead=1 + seed % 3, **given)
 
     @rule(
@@ -383,7 +445,7 @@ TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, dead
 def random_simulation(rng: np.random.Generator, **changes) -> Simulation:
     """Any configuration, drafts that are often wrong, and an end token in half of all runs."""
     config = dataclasses.replace(random_configuration(rng), **changes)
-    given = {"propose": propose_half_wrong} if config.has_prompt_lookup else {}
+    given = {"drafters": (HalfWrong(),)} if config.has_prompt_lookup else {}
     simulation = Simulation(config, **given)
     simulation.device.is_right = lambda: rng.random() < 0.7
     simulation.device.end = 3 if rng.random() < 0.5 else None
@@ -660,12 +722,13 @@ def test_a_salt_keeps_the_prefixes_of_tenants_apart():
 
 
 def test_what_a_proposal_raises_names_its_sequence():
-    def propose(tokens, most):
-        if tokens[0] == 2:
-            raise ZeroDivisionError("no draft")
-        return ()
+    class Raising(HalfWrong):
+        def draft(self, seq, most):
+            if seq.tokens[0] == 2:
+                raise ZeroDivisionError("no draft")
 
-    simulation = Simulation(changed(decode_steps=1, has_prompt_lookup=True), propose=propose)
+    config = changed(decode_steps=1, has_prompt_lookup=True)
+    simulation = Simulation(config, drafters=(Raising(),))
     simulation.device.end = None
     simulation.add([1] * 4)
     bad = simulation.add([2] * 4)
@@ -689,10 +752,13 @@ def test_a_window_that_finds_no_page_takes_no_row_from_one_that_has_its_own():
 
 
 def test_proposals_of_the_host_are_verified_and_progress():
-    def propose(tokens, most):
-        return tuple([Device.token_after(list(tokens)), 99][:most]) if len(tokens) % 2 else ()
+    class RightAndWrong(HalfWrong):
+        def draft(self, seq, most):
+            drafts = (Device.token_after(seq.tokens), 99)[:most]
+            return drafts if len(seq.tokens) % 2 and drafts else None
 
-    simulation = Simulation(changed(decode_steps=1, has_prompt_lookup=True), propose=propose)
+    config = changed(decode_steps=1, has_prompt_lookup=True)
+    simulation = Simulation(config, drafters=(RightAndWrong(),))
     for i in range(4):
         simulation.add([i] * 5, most=9)
     batches = []

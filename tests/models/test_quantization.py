@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from detjax import quantize
+from detjax import models, quantize
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.errors import SelfCheckError
@@ -58,6 +58,7 @@ SMALL = {
 }  # fmt: skip
 """Two ranks have whole groups of 128 of every matrix, so all of them stay packed."""
 
+BUNDLED = Path(models.__file__).parent / "bundled" / "novels-6m"
 CASES = sorted(path.stem for path in (GOLDEN / "quantized").glob("*.safetensors"))
 Parts = dict[str, np.ndarray]
 

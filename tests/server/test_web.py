@@ -174,6 +174,8 @@ def test_origins_are_given_as_words_or_as_vllm_has_them():
         (["--ssl-keyfile", "k.pem"], "give --ssl-certfile too"),
         (["--ssl-certfile", "c.pem", "--ssl-cert-reqs", "2"], "needs --ssl-ca-certs"),
         (["--log-level", "loud"], "invalid choice"),
+        (["--speculative-config", "{"], "--speculative-config: { is no JSON object"),
+        (["--mode", "dvr", "--speculative-config", '{"method": "ngram"}'], "--mode invariant"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(argv, says):
@@ -229,6 +231,25 @@ def test_lines_of_requests_may_be_left_out(argv, logged):
         record.path = path
         found += [path] if is_logged(record) else []
     assert found == logged
+
+
+def test_a_draft_model_that_is_not_there_is_refused_before_the_model():
+    args = parsed("--speculative-config", '{"model": "./no-such"}')
+    with pytest.raises(InputError, match="--speculative-config: './no-such' is neither"):
+        check_files(args)
+
+
+def test_drafts_are_told_by_their_source():
+    service = small_service()
+    assert service.model is not None
+    service.stats().note_drafts("ngram", 3, 2)
+    with served(service, None) as running, running.client() as client:  # type: ignore[arg-type]
+        card = client.get("/v1/models").json()["data"][0]
+        metrics = client.get("/metrics").text
+    counts = {"num_windows": 1, "acceptance": 2 / 3, "tokens_per_window": 3.0}
+    assert card["drafts"] == {"ngram": counts}
+    for name, value in (("windows", 1), ("draft_tokens", 3), ("accepted_tokens", 2)):
+        assert f'detjax_source_{name}_total{{source="ngram"}} {value}.0' in metrics
 
 
 def test_metrics_have_vllms_names_labels_and_buckets(small):

@@ -93,6 +93,8 @@ class Sequence:
         num_prefilled: How many of them have been launched.
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
         num_in_flight: Most tokens that results not read yet may commit.
+        drafter_len: Leading tokens that a draft model has run, where it has missed later ones in
+            steps without drafts; None where it has missed none.
         num_drafts: Drafts launched in the open window.
         window_idx: Of the open window: how many were before it.
         opened_step: When the open window got its first draft.
@@ -129,6 +131,7 @@ class Sequence:
     num_prefilled: int = 0
     num_cached: int = 0
     num_in_flight: int = 0
+    drafter_len: int | None = None
     num_drafts: int = 0
     window_idx: int = 0
     opened_step: int = 0
@@ -223,23 +226,31 @@ class PrefillRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRow:
-    """`num_tokens` that are committed at once, or as many drafts behind those of a window."""
+    """`num_tokens` that are committed at once, or as many drafts behind those of a window.
+
+    Before a draft model drafts, it runs the tokens from `missed_from` to the last but one, if any.
+    """
 
     seq: Sequence
     num_preemptions: int
     num_tokens: int
     is_draft: bool
     window_idx: int
+    missed_from: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyRow:
-    """A window of `num_drafts` drafts: those on the device, or `given` by the host."""
+    """A window of `num_drafts` drafts of a `source`: those on the device, or `given` by the host.
+
+    The source is the name of a `Drafter`, or the `draft_weights` of drafts on the device.
+    """
 
     seq: Sequence
     num_preemptions: int
     num_drafts: int
     given: tuple[int, ...] | None
+    source: str
 
 
 Row = PrefillRow | DecodeRow | VerifyRow

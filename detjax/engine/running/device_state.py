@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.engine import trace
+from detjax.engine.config import DRAFT_MODEL
 from detjax.engine.metrics import EngineStats
 from detjax.engine.running.device_arrays import (
     empty,
@@ -20,6 +21,7 @@ from detjax.engine.running.device_arrays import (
     sampling_shape,
     slots_shape,
 )
+from detjax.engine.running.draft_programs import DraftState
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import num_words
@@ -44,12 +46,15 @@ class FollowUps:
         choice: Chooses again, by all sampling parameters.
         reads_result: The choice program takes the forward program's result, as windows do.
         score: Computes logprobs of a prompt.
+        draft_prefills: Prefills of the draft model, with its weights; before its own steps, and
+            behind the program of another model.
     """
 
     install: Call | None = None
     choice: Call | None = None
     reads_result: bool = False
     score: Call | None = None
+    draft_prefills: tuple[Call, ...] = ()
 
 
 NO_FOLLOW_UPS = FollowUps()
@@ -125,6 +130,7 @@ class DeviceState:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detjax-dispatch")
         self._arrays: tuple = ()
         self._adjusted: Any = None
+        self._drafts: DraftState | None = None
         # By rows: what programs leave for choice programs, read by nothing else.
         self._logits: dict[int, jax.Array] = {}
         self._no_bans: dict[int, jax.Array] = {}
@@ -135,6 +141,9 @@ class DeviceState:
         self.settle()
         model, programs = self._model, self._programs
         self._arrays, self._adjusted, self._logits = (), None, {}  # the old cache is freed first
+        self._drafts = None
+        if programs.drafts is not None:
+            self._drafts = programs.drafts.empty_state()
         self._adjusted = empty(model, programs.adjusted_shape)
         self._arrays = (
             (filled_pages if self._is_filled else empty_pages)(model, programs.num_pages),
@@ -146,6 +155,7 @@ class DeviceState:
         """Free everything, until `reset`."""
         self.settle()
         self._arrays, self._adjusted, self._logits, self._no_bans = (), None, {}, {}
+        self._drafts = None
 
     def settle(self) -> None:
         """Wait until every program that was handed over has been called; they may still run."""
@@ -155,7 +165,7 @@ class DeviceState:
     def is_lost(self) -> bool:
         """Whether a call took the state and did not give it back: it raised, or had no memory."""
         self.settle()
-        state = self._arrays, self._adjusted
+        state = self._arrays, self._adjusted, self._drafts
         return not self._arrays or any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
@@ -210,20 +220,26 @@ class DeviceState:
         after: FollowUps,
     ) -> LaunchResult:
         begin_s = time.perf_counter()
-        arrays, hidden, choice = self._forward(key, program, params, self._arrays, operands)
-        # One store, so that nothing finds the cache of one step and the slots of another.
-        self._arrays = arrays
+        if key.weights == DRAFT_MODEL:
+            self._prefill_drafts(after)
+            hidden, choice = None, self._draft(program, params, operands)
+        else:
+            arrays, hidden, choice = self._forward(key, program, params, self._arrays, operands)
+            # One store, so that nothing finds the cache of one step and the slots of another.
+            self._arrays = arrays
         if after.install is not None:
             install, rows = after.install
             self._adjusted = finished(self._devices, install(self._adjusted, *rows))
         if after.choice is not None:
-            cache, slots, sampling = arrays
+            cache, slots, sampling = self._arrays
             slots, self._adjusted, choice = self._choose(key, after, slots, sampling, choice)
             self._arrays = cache, slots, sampling
         scores = None
         if after.score is not None:
             score, given = after.score
             scores = finished(self._devices, score(params, hidden, *given))
+        if key.weights != DRAFT_MODEL:
+            self._prefill_drafts(after)
         result = LaunchResult(choice=choice, scores=scores)
         if self._starts_copies:
             for array in jax.tree.leaves((choice, scores)):
@@ -231,6 +247,24 @@ class DeviceState:
         end_s = time.perf_counter()
         self._stats.dispatch_s += end_s - begin_s
         self._trace.span(trace.DISPATCH, key.name, begin_s, end_s)
+        return result
+
+    def _prefill_drafts(self, after: FollowUps) -> None:
+        """Call the prefills of the draft model."""
+        for prefill, (params, packed) in after.draft_prefills:
+            assert self._programs.drafts is not None
+            tables = self._programs.drafts.model.rope_tables
+            called = prefill(params, tables, self._drafts, packed)
+            self._drafts = finished(self._devices, called)
+
+    def _draft(self, program: Callable, params: dict, operands: tuple) -> Any:
+        """Call a step of the draft model, which puts drafts into slots; its result."""
+        assert self._programs.drafts is not None
+        cache, slots, sampling = self._arrays
+        tables = self._programs.drafts.model.rope_tables
+        called = program(params, tables, self._drafts, slots, sampling, *operands)
+        self._drafts, slots, result = finished(self._devices, called)
+        self._arrays = cache, slots, sampling
         return result
 
     def _forward(

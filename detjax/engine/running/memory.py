@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from detjax.engine.config import EngineConfig
+from detjax.engine.config import DRAFT_MODEL, EngineConfig
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
@@ -19,21 +19,31 @@ CPU_CACHE_BYTES = 2**30
 free where that is less."""
 
 
-def cache_bytes(model: LoadedModel, num_pages: int) -> int:
-    """Bytes of a cache of `num_pages` pages, over all devices of the mesh."""
-    pages = pages_shape(model, num_pages)
-    return math.prod(pages.shape) * pages.dtype.itemsize
+def cache_bytes(model: LoadedModel, num_pages: int, draft_model: LoadedModel | None = None) -> int:
+    """Bytes of a cache of `num_pages` pages, over all devices, and of a draft model's beside it."""
+    total = 0
+    for one in (model,) if draft_model is None else (model, draft_model):
+        pages = pages_shape(one, num_pages)
+        total += math.prod(pages.shape) * pages.dtype.itemsize
+    return total
 
 
-def check_memory(model: LoadedModel, config: EngineConfig) -> None:
+def check_memory(
+    model: LoadedModel, config: EngineConfig, draft_model: LoadedModel | None = None
+) -> None:
     """Refuse a cache that is larger than what is free, before anything is allocated for it.
+
+    Args:
+        model: Loaded.
+        config: Of the engine.
+        draft_model: Loaded beside it, with a cache of its own.
 
     Raises:
         ValueError: If it is.
     """
     a_sequence = math.ceil(config.max_len / model.profile.attention_block)
     num_pages = config.num_pages or config.batch_size * a_sequence
-    a_device = cache_bytes(model, num_pages) // model.mesh.size
+    a_device = cache_bytes(model, num_pages, draft_model) // model.mesh.size
     devices = model.mesh.local_devices
     if devices[0].platform == "cpu":
         wanted, free, where = a_device * len(devices), free_host_bytes(), "this machine"
@@ -49,7 +59,13 @@ def check_memory(model: LoadedModel, config: EngineConfig) -> None:
         )
 
 
-def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_weights: str) -> int:
+def pages_that_fit(
+    model: LoadedModel,
+    *,
+    gpu_memory_utilization: float,
+    draft_weights: str,
+    draft_model: LoadedModel | None = None,
+) -> int:
     """Return how many pages the devices hold beside the weights, a multiple of dp.
 
     On a GPU: of JAX's share of each GPU's memory (`bytes_limit`: 75 % of the GPU unless the
@@ -63,13 +79,14 @@ def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_w
         model: Loaded.
         gpu_memory_utilization: In (0, 1].
         draft_weights: As `EngineConfig` has it.
+        draft_model: Loaded beside it; each page has a part in its cache.
 
     Raises:
         ValueError: If the weights leave no room for a page a replica.
     """
     devices = model.mesh.local_devices
     taken = sum(leaf.addressable_shards[0].data.nbytes for leaf in _distinct(model.params))
-    drafts = taken // 2 if draft_weights != "full" else 0
+    drafts = taken // 2 if draft_weights not in ("full", DRAFT_MODEL) else 0
     if devices[0].platform == "cpu":
         room = min(CPU_CACHE_BYTES, free_host_bytes() // 4) // len(devices)
     else:
@@ -84,7 +101,7 @@ def pages_that_fit(model: LoadedModel, *, gpu_memory_utilization: float, draft_w
     room -= room % ROOM_STEP_BYTES if room > ROOM_STEP_BYTES else 0
     dp = model.mesh.shape[DP_AXIS]
     # A page of every replica takes as much of each device.
-    a_page = cache_bytes(model, dp) // model.mesh.size
+    a_page = cache_bytes(model, dp, draft_model) // model.mesh.size
     num_pages = room // a_page * dp
     if not num_pages:
         raise ValueError(

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from detjax.engine import trace
-from detjax.engine.config import ReplicaConfig
+from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import (
@@ -46,6 +46,7 @@ from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import (
     ProgramKey,
     ProgramKind,
+    draft_len,
     logit_rows,
     prefill_mode,
     score_top_of,
@@ -110,6 +111,41 @@ def places[T: Row](key: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]) -> Iter
             yield replica * key.rows + i, row
 
 
+def _programs_for(
+    model: LoadedModel,
+    config: ReplicaConfig,
+    programs: ProgramCache | None,
+    candidates: Candidates,
+    draft_model: LoadedModel | None,
+) -> ProgramCache:
+    """The programs of an engine: `programs` if they have its sizes, or new ones if None.
+
+    Raises:
+        ValueError: If they are of another model or other sizes.
+    """
+    dp = config.num_replicas
+    sizes = {
+        "num_pages": dp * config.num_pages,
+        "num_slots": dp * config.num_slots,
+        "window_len": config.verify_window,
+    }
+    if programs is None:
+        return ProgramCache(
+            model,
+            num_pages=sizes["num_pages"],
+            num_slots=sizes["num_slots"],
+            window_len=sizes["window_len"],
+            candidates=candidates,
+            draft_model=draft_model,
+        )
+    if not programs.is_for(model, draft_model, **sizes):
+        raise ValueError(
+            f"programs for {programs.sizes} are not of this model and {sizes}; share "
+            "those of an engine of these sizes, or none"
+        )
+    return programs
+
+
 class ModelRunner:
     """The device's side of an engine: weights, programs, cache and slots.
 
@@ -124,6 +160,7 @@ class ModelRunner:
         *,
         candidates: Candidates,
         programs: ProgramCache | None,
+        draft_model: LoadedModel | None,
         claim: Claim,
         idle_pages: Callable[[int], list[list[int]]],
         stats: EngineStats,
@@ -136,6 +173,7 @@ class ModelRunner:
             config: Of each replica.
             candidates: Replaces the drafts of `dvr`.
             programs: Programs to share, or None.
+            draft_model: Makes the drafts where the configuration says so.
             claim: Is told what a check of programs finds.
             idle_pages: Pages of each replica that nobody holds, at least so many if there are.
             stats: Where launches and compilations are counted.
@@ -145,24 +183,7 @@ class ModelRunner:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
-        dp = config.num_replicas
-        sizes = {
-            "num_pages": dp * config.num_pages,
-            "num_slots": dp * config.num_slots,
-            "window_len": config.verify_window,
-        }
-        self.programs = programs or ProgramCache(
-            model,
-            num_pages=sizes["num_pages"],
-            num_slots=sizes["num_slots"],
-            window_len=sizes["window_len"],
-            candidates=candidates,
-        )
-        if not self.programs.is_for(model, **sizes):
-            raise ValueError(
-                f"programs for {self.programs.sizes} are not of this model and {sizes}; share "
-                "those of an engine of these sizes, or none"
-            )
+        self.programs = _programs_for(model, config, programs, candidates, draft_model)
         self._device = DeviceState(
             model,
             self.programs,
@@ -189,8 +210,9 @@ class ModelRunner:
         )
         self._forget_rows()
         # What each slot's row of the page table holds, and how much of it is up to date.
-        self._tables = np.zeros((dp, config.num_slots, config.table_len), np.int32)
-        self._num_synced = np.zeros((dp, config.num_slots), np.int32)
+        slots = config.num_replicas, config.num_slots
+        self._tables = np.zeros((*slots, config.table_len), np.int32)
+        self._num_synced = np.zeros(slots, np.int32)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
@@ -265,9 +287,7 @@ class ModelRunner:
             leaves_hidden=bool(wanted),
         )
         num_rows, no_slot = self._num_rows(key), self._config.num_slots
-        operands = PrefillOperands.padding(
-            num_rows, no_slot=no_slot, table_len=key.table_len, length=key.length
-        )
+        operands = self._prefill_operands(shape)
         sampling = [IDLE_ROW] * num_rows
         targets = np.zeros((num_rows, key.length), np.int32)
         for at, row in places(key, rows):
@@ -287,11 +307,43 @@ class ModelRunner:
             self._stats.prefill_tokens += count
         most = max((sampling.prompt_logprobs or 0 for sampling in wanted), default=0)
         score = self._follow_ups.score_call(key, score_top_of(most), targets) if wanted else None
+        packed = operands.pack()
         return self._run(
-            key, rows, operands.pack(), SamplingRows.pack(sampling),
+            key, rows, packed, SamplingRows.pack(sampling),
             install=self._follow_ups.install_call(rows), score=score,
             num_prompt_top=score_top_of(most),
+            draft_prefills=self._draft_prefills(rows, shape, packed),
         )  # fmt: skip
+
+    def _draft_prefills(
+        self, rows: list[list[PrefillRow]], shape: tuple[int, int], packed: np.ndarray
+    ) -> tuple[Call, ...]:
+        """The draft model's prefill of the same rows, if it will draft for one of them."""
+        is_drafted = any(row.seq.is_drafted for part in rows for row in part)
+        if self._config.draft_weights != DRAFT_MODEL or not is_drafted:
+            return ()
+        return (self._draft_prefill(shape, packed),)
+
+    def _draft_prefill(self, shape: tuple[int, int], packed: np.ndarray) -> Call:
+        """A prefill of the draft model, of the packed operands of one of a shape."""
+        key = ProgramKey(
+            kind="prefill",
+            rows=shape[0],
+            length=shape[1],
+            table_len=self._config.table_len,
+            mode="fast",
+            weights=DRAFT_MODEL,
+        )
+        return self._ready.get(key), (self._ready.params_of(key), packed)
+
+    def _prefill_operands(self, shape: tuple[int, int]) -> PrefillOperands:
+        """Rows of padding of a prefill of a shape."""
+        return PrefillOperands.padding(
+            self._config.num_replicas * shape[0],
+            no_slot=self._config.num_slots,
+            table_len=self._config.table_len,
+            length=shape[1],
+        )
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
         """One launch; two where drafts have weights of their own and others decode too."""
@@ -309,7 +361,30 @@ class ModelRunner:
         """A token of each row, or up to `decode_steps`."""
         inputs = tuple(tuple(_decode_inputs(row) for row in part) for part in rows)
         step = self._placed.step(weights, inputs, lambda: self._prepare_decode(rows, weights))
-        return self._run(step.key, rows, step.packed, placed=self._placed.place(step))
+        return self._run(
+            step.key, rows, step.packed, placed=self._placed.place(step),
+            draft_prefills=self._missed_tokens(rows),
+        )  # fmt: skip
+
+    def _missed_tokens(self, rows: list[list[DecodeRow]]) -> tuple[Call, ...]:
+        """Prefills by the draft model of what it has missed, in steps without drafts."""
+        missed = [row for part in rows for row in part if row.missed_from is not None]
+        return tuple(call for row in missed for call in self._catch_up(row))
+
+    def _catch_up(self, row: DecodeRow) -> Iterator[Call]:
+        """The draft model's prefill of the tokens of one sequence that it has missed."""
+        seq, shape = row.seq, min(self._config.prefill_shapes)
+        assert row.missed_from is not None
+        self._sync_pages(seq, is_new=False)
+        stop = len(seq.tokens) - 1  # the step itself runs the last one
+        for start in range(row.missed_from, stop, shape[1]):
+            operands = self._prefill_operands(shape)
+            ids = seq.tokens[start : min(start + shape[1], stop)]
+            at = seq.replica * shape[0]
+            operands.slot[at], operands.start[at], operands.count[at] = seq.slot, start, len(ids)
+            operands.page_table[at] = self._tables[seq.replica, seq.slot]
+            operands.token_ids[at, : len(ids)] = ids
+            yield self._draft_prefill(shape, operands.pack())
 
     def _prepare_decode(
         self, rows: list[list[DecodeRow]], weights: str
@@ -321,6 +396,8 @@ class ModelRunner:
         is_committed = any(row.seq.is_drafted and not row.is_draft for part in rows for row in part)
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: KernelMode = "invariant" if is_canonical else "fast"
+        if weights == DRAFT_MODEL:
+            length, kernels = draft_len(self._config), "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
             self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len
@@ -354,9 +431,24 @@ class ModelRunner:
             operands.page_table[at] = self._tables[seq.replica, seq.slot, : key.table_len]
             if row.given is not None:
                 with attributing_errors(seq):
+                    self._refuse_unknown(row)
                     operands.token_ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
         return self._run(key, rows, operands.pack(), windows=operands)
+
+    def _refuse_unknown(self, row: VerifyRow) -> None:
+        """Refuse drafts of the host that are no tokens.
+
+        Raises:
+            ValueError: Naming the source and the token.
+        """
+        vocab_size = self._model.config.vocab_size
+        unknown = [draft for draft in row.given or () if not 0 <= draft < vocab_size]
+        if unknown:
+            raise ValueError(
+                f"the drafter {row.source!r} drafted {unknown[0]}, which is no token of the "
+                f"vocabulary of {vocab_size}"
+            )
 
     def _key(
         self,
@@ -378,7 +470,7 @@ class ModelRunner:
             table_len=next(n for n in table_lens(kind, self._config) if n >= longest),
             mode=kernels,
             weights=weights,
-            logit_rows=logit_rows(self._config, kind, size, length),
+            logit_rows=logit_rows(self._config, kind, size, length, weights),
             leaves_hidden=leaves_hidden,
         )
 
@@ -404,6 +496,7 @@ class ModelRunner:
         install: Call | None = None,
         score: Call | None = None,
         num_prompt_top: int = 0,
+        draft_prefills: tuple[Call, ...] = (),
     ) -> Launch:
         """Hand over a program and what follows it; `placed` is the first of `host`, where it lies.
 
@@ -411,14 +504,16 @@ class ModelRunner:
         """
         given = host if placed is None else (placed, *host[1:])
         program = self._ready.get(key)
-        choice_key = self._follow_ups.choice_key(key, rows)
+        is_drafting = key.weights == DRAFT_MODEL
+        choice_key = None if is_drafting else self._follow_ups.choice_key(key, rows)
         after = NO_FOLLOW_UPS
-        if choice_key is not None or score is not None:
+        if choice_key is not None or score is not None or draft_prefills:
             after = FollowUps(
                 install=install,
                 choice=choice_key and self._follow_ups.choice_call(choice_key, key, rows, windows),
                 reads_result=windows is not None,
                 score=score,
+                draft_prefills=draft_prefills,
             )
         launched_s = time.perf_counter()
         result = self._device.run(key, program, self._ready.params_of(key), *given, after=after)

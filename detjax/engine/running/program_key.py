@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from detjax.engine.config import ReplicaConfig
+from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
 from detjax.engine.requests.request import Request
 from detjax.models.forward_paths import KernelMode
 
@@ -39,7 +39,8 @@ class ProgramKey:
         mode: Which kernels.
         table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
-        weights: "full", or the name of the 8-bit dtype that a `fast` step's weights have.
+        weights: "full", the name of the 8-bit dtype that a `fast` step's weights have, or
+            "draft_model": those of another model, with a cache of its own.
         logit_rows: Rows of the array in which it leaves logits for a choice program, at least
             `rows` (`rows` times `length` of a verification); 0 leaves none.
         leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
@@ -162,13 +163,28 @@ def choice_sizes(config: ReplicaConfig) -> tuple[int, ...]:
     return tuple(reversed(kept))
 
 
-def logit_rows(config: ReplicaConfig, kind: ProgramKind, rows: int, length: int) -> int:
+def logit_rows(
+    config: ReplicaConfig, kind: ProgramKind, rows: int, length: int, weights: str
+) -> int:
     """`ProgramKey.logit_rows` of an engine's program."""
+    if weights == DRAFT_MODEL:
+        return 0  # no choice program follows drafts that are verified by one
     if kind == "verify":
         return rows * length
     if kind == "decode" and length > 1:
         return 0  # each token decides the next, inside one launch
     return next(size for size in choice_sizes(config) if size >= rows)
+
+
+def draft_len(config: ReplicaConfig) -> int:
+    """Drafts of a full window."""
+    return config.verify_window - 1
+
+
+def draft_sizes(config: ReplicaConfig) -> tuple[int, ...]:
+    """Rows of the steps of a draft model: those of decode steps, as far as so many draft."""
+    most = config.max_draft_batch or config.num_slots
+    return tuple(size for size in config.decode_sizes if _holds(config.decode_sizes, size, most))
 
 
 def install_rows(config: ReplicaConfig) -> int:
@@ -186,12 +202,12 @@ def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
             table_len=table_len,
             mode=mode,
             weights=weights,
-            logit_rows=logit_rows(config, kind, rows, length),
+            logit_rows=logit_rows(config, kind, rows, length, weights),
             leaves_hidden=leaves_hidden,
         )
         for leaves_hidden in (False, True)
         for kind, rows, length, mode, weights in _steps(config)
-        if kind == "prefill" or not leaves_hidden
+        if (kind == "prefill" and weights == "full") or not leaves_hidden
         for table_len in table_lens(kind, config)
     ]
 
@@ -267,12 +283,23 @@ def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request
         and _holds(table_lens(key.kind, config), key.table_len, -(-longest // config.page_len))
     ):
         return False
-    # A sequence with a form is never drafted.
-    drafts_all = config.max_draft_fraction >= 1 and all(
-        r.is_deterministic and r.sampling.structured_output is None for r in requests
-    )
     is_draft = key.mode == "fast" and key.weights == config.draft_weights
-    return key.kind == "verify" or config.mode != "dvr" or is_draft or not drafts_all
+    return key.kind == "verify" or is_draft or not _drafts_all(config, requests)
+
+
+def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
+    """Whether all sequences of these requests are drafted on the device as long as they run."""
+    if config.mode != "dvr" and config.draft_weights != DRAFT_MODEL:
+        return False
+    num_asked = sum(r.sampling.num_sequences for r in requests)
+    num_running = min(num_asked, config.num_replicas * config.num_slots)
+    is_small = not config.max_draft_batch or num_running <= config.max_draft_batch
+    # A sequence with a form is never drafted.
+    are_drafted = all(
+        (r.is_deterministic or config.mode == "invariant") and r.sampling.structured_output is None
+        for r in requests
+    )
+    return config.max_draft_fraction >= 1 and is_small and are_drafted
 
 
 def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
@@ -282,7 +309,7 @@ def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
 
 def _verifies(config: ReplicaConfig) -> bool:
     drafts = config.mode == "dvr" and config.max_draft_fraction > 0
-    return drafts or config.has_prompt_lookup
+    return drafts or config.has_prompt_lookup or config.draft_weights == DRAFT_MODEL
 
 
 def prefill_mode(config: ReplicaConfig) -> KernelMode:
@@ -293,16 +320,23 @@ def prefill_mode(config: ReplicaConfig) -> KernelMode:
 def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, KernelMode, str]]:
     """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
     mode, share = config.mode, config.max_draft_fraction
+    has_model = config.draft_weights == DRAFT_MODEL
+    may_stop = share < 1 or config.max_draft_batch > 0
     for rows, length in config.prefill_shapes:
         yield "prefill", rows, length, prefill_mode(config), "full"
     for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
         # A sequence with a form is never drafted, and decodes one token a launch.
-        if mode == "invariant" or mode == "dvr" and (share < 1 or length == 1):
+        if mode == "invariant" or mode == "dvr" and (may_stop or length == 1):
             yield "decode", rows, length, "invariant", "full"
         if mode != "invariant":
             yield "decode", rows, length, "fast", "full"
-        if config.draft_weights != "full":
+        if config.draft_weights != "full" and not has_model:
             yield "decode", rows, length, "fast", config.draft_weights
+    if has_model:
+        for rows, length in config.prefill_shapes:
+            yield "prefill", rows, length, "fast", DRAFT_MODEL
+        for rows in draft_sizes(config):
+            yield "decode", rows, draft_len(config), "fast", DRAFT_MODEL
     if _verifies(config):
         for rows in config.verify_sizes:
             yield "verify", rows, config.verify_window, "invariant", "full"

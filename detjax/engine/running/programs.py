@@ -23,7 +23,14 @@ from detjax.array_types import Array, Int32
 from detjax.compilation.kept_executables import Executable, compile_or_read, is_kept
 from detjax.compilation.lowered_kernels import lower
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
-from detjax.engine.running.choice_programs import ChoicePrograms, commit_window, drafts_of, rows_of
+from detjax.engine.config import DRAFT_MODEL
+from detjax.engine.running.choice_programs import (
+    ChoicePrograms,
+    Program,
+    commit_window,
+    drafts_of,
+    rows_of,
+)
 from detjax.engine.running.device_arrays import (
     BY_ROW,
     LOGITS_SPEC,
@@ -37,6 +44,7 @@ from detjax.engine.running.device_arrays import (
     slots_shape,
     window_place,
 )
+from detjax.engine.running.draft_programs import DraftPrograms
 from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
@@ -132,6 +140,7 @@ class ProgramCache:
         num_pages: Cache pages over all replicas.
         num_slots: Slots over all replicas.
         window_len: Tokens of a verified window.
+        drafts: Describes the programs of the draft model; None where there is none.
         checked: Programs that have been compared with prefill.
 
     Raises:
@@ -148,6 +157,7 @@ class ProgramCache:
         window_len: int,
         candidates: Candidates = keep_candidates,
         others: "ProgramCache | None" = None,
+        draft_model: LoadedModel | None = None,
     ):
         """Compile nothing yet.
 
@@ -159,6 +169,7 @@ class ProgramCache:
             candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
             others: Programs of this model and these sizes with other candidates: their prefills,
                 which make no drafts, are used here too.
+            draft_model: Makes drafts for `model`, on its mesh.
         """
         self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
         self._model = model
@@ -175,6 +186,11 @@ class ProgramCache:
             sampling=self._sampling,
             candidates=candidates,
         )
+        self.drafts: DraftPrograms | None = None
+        if draft_model is not None:
+            self.drafts = DraftPrograms(
+                draft_model, num_pages=num_pages, slots=self._slots, sampling=self._sampling
+            )
         self._programs: dict[AnyKey, Callable] = {}
         self._compiling: dict[AnyKey, threading.Lock] = {}
         self.checked: set[AnyKey] = set()
@@ -208,6 +224,8 @@ class ProgramCache:
     def _make(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
         if not isinstance(key, ProgramKey):
             return self._compile_choice(key, params, asked)
+        if key.weights == DRAFT_MODEL:
+            return self._compile_draft(key, params, asked)
         if self._others is not None and key.kind == "prefill":
             return self._others.get(key, params, asked)
         return self._compile(key, params, asked)
@@ -218,9 +236,11 @@ class ProgramCache:
         names = "num_pages", "num_slots", "window_len"
         return {name: getattr(self, name) for name in names}
 
-    def is_for(self, model: LoadedModel, **sizes: int) -> bool:
-        """Whether the programs are those of this model and these `sizes`."""
-        return model is self._model and self.sizes == sizes
+    def is_for(self, model: LoadedModel, draft_model: LoadedModel | None, **sizes: int) -> bool:
+        """Whether these are programs of this model, a draft model if any, and these `sizes`."""
+        drafts = None if self.drafts is None else self.drafts.model
+        has_drafts = draft_model is None or drafts is draft_model
+        return model is self._model and has_drafts and self.sizes == sizes
 
     def function(self, key: ProgramKey) -> Callable:
         """The program as a function of whole arrays, ready for `jax.jit`."""
@@ -298,15 +318,31 @@ class ProgramCache:
         return is_kept(self._executable(key, params))
 
     def _compile_choice(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
-        program = self._choices.program(key, params)
-        jitted = jax.jit(program.function, donate_argnums=program.in_place)
         is_fast = isinstance(key, ScoreKey) and key.mode == "fast"
+        program = self._choices.program(key, params)
+        return self._compile_other(key, program, ChoicePrograms, is_fast=is_fast, asked=asked)
+
+    def _compile_draft(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
+        assert self.drafts is not None
+        program, drafts = self.drafts.program(key, params), self.drafts.traced_from
+        return self._compile_other(key, program, DraftPrograms, *drafts, is_fast=True, asked=asked)
+
+    def _compile_other(
+        self,
+        key: AnyKey,
+        program: Program,
+        *described_by: Any,
+        is_fast: bool,
+        asked: int | None,
+    ) -> Callable:
+        """Compile a program that is no forward program of the model."""
+        jitted = jax.jit(program.function, donate_argnums=program.in_place)
         executable = Executable(
             options=FAST_OPTIONS if is_fast else EXACT_OPTIONS,
             operands=program.operands,
             devices=tuple(self._model.mesh.devices.flat),
             root=__name__,  # which reaches the candidates as well
-            traced_from=(ChoicePrograms, key, self._context, self._candidates, self.sizes,
+            traced_from=(*described_by, key, self._context, self._candidates, self.sizes,
                          repr(self._model.mesh), program.specs),
         )  # fmt: skip
         return compile_or_read(lambda: lower(jitted, program.operands), executable, asked=asked)

@@ -48,6 +48,7 @@ from detjax.engine.self_check.session import CheckContext
 from detjax.interpreter_exit import refuse_at_exit
 from detjax.models.fast import quantise_params
 from detjax.models.loading import LoadedModel
+from detjax.models.params import Params
 
 LOG = logging.getLogger(__name__)
 """Says what is compiled while requests wait."""
@@ -92,18 +93,29 @@ class ReadyPrograms:
         self._claim, self._idle_pages = claim, idle_pages
         self._workers: CompileWorkers | None = None
         self._checkable = frozenset(checkable_keys(config))
+        self._drafts_on_host: Params | None = None
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Use the model's weights as they are now, in 8 bits for drafts that want it."""
+        """Use the model's weights as they are now, in 8 bits for drafts that want it.
+
+        Those of a draft model come back where `drop_drafts` has put them away.
+        """
         self._draft_params = self._model.params
-        if self._config.draft_weights != "full":
+        if self.cache.drafts is not None:
+            self._draft_params = self.cache.drafts.model.params
+            if self._drafts_on_host is not None:
+                self.cache.drafts.model.put_weights_back(self._drafts_on_host)
+                self._drafts_on_host = None
+        elif self._config.draft_weights != "full":
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)
 
     def drop_drafts(self) -> None:
-        """Free the weights in 8 bits, until `take_weights`."""
+        """Free the weights of drafts until `take_weights`; the host keeps a draft model's."""
         self._draft_params = self._model.params
+        if self.cache.drafts is not None and self._drafts_on_host is None:
+            self._drafts_on_host = self.cache.drafts.model.take_weights_to_host()
 
     def params_of(self, key: AnyKey) -> dict:
         """The weights that a program takes."""

@@ -8,6 +8,7 @@ deterministic answer.
 """
 
 import bisect
+from collections import abc
 from collections.abc import Iterable
 
 from detjax.engine.config import ReplicaConfig
@@ -21,9 +22,10 @@ from detjax.engine.requests.sequence import (
     SequenceState,
     max_committed,
 )
+from detjax.engine.scheduling.drafters import Drafter
 from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.scheduling.prefix_cache import PrefixCache
-from detjax.engine.scheduling.speculation import Propose, Speculation, open_window, propose_nothing
+from detjax.engine.scheduling.speculation import Speculation, open_window
 from detjax.engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -62,19 +64,19 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ReplicaConfig, *, root_key: bytes = b"", propose: Propose = propose_nothing
+        self, config: ReplicaConfig, *, root_key: bytes = b"", drafters: abc.Sequence[Drafter] = ()
     ):
         """Begin with nothing to do.
 
         Args:
             config: Sizes and policies.
             root_key: Names the weights and numerics that pages are computed with.
-            propose: Host-side drafts for sequences that are decoded canonically.
+            drafters: As `Speculation` takes them.
         """
         self._config = config
         self._waiting = WaitingQueue()
         self._replicas = [_Replica(config, root_key) for _ in range(config.num_replicas)]
-        self._speculation = Speculation(config, propose)
+        self._speculation = Speculation(config, drafters)
         self._num_added = 0
         self._step = 0
         self._prefill_streak = 0
@@ -157,6 +159,7 @@ class Scheduler:
     def _begin_anew(self, seq: Sequence) -> None:
         seq.num_preemptions += 1
         seq.num_in_flight = 0
+        seq.drafter_len = None
         open_window(seq)
         self._waiting.push(seq)
 
@@ -280,7 +283,7 @@ class Scheduler:
                 given = self._speculation.propose(seq)
                 if given is None:
                     continue
-                position = seq.len_bound - 1 + len(given)
+                position = seq.len_bound - 1 + len(given.token_ids)
                 if self._ensure_page(replica, seq, position, batch):
                     rows.append(self._speculation.verify(seq, given))
 
@@ -313,7 +316,11 @@ class Scheduler:
         steps, speculation = self._config.decode_steps, self._speculation
         if steps == 1 or not all(s.is_prefilled for s in self.running):
             return 1
-        decoding = [s for s in self.running if speculation.can_decode(s)]
+        decoding = [
+            s
+            for s in self.running
+            if speculation.can_decode(s) and not speculation.drafts_by_model(s)
+        ]
         if any(s.needs_choice for s in decoding):
             return 1  # a choice program follows each token
         wanted = max((speculation.num_wanted(s) for s in decoding), default=0)
@@ -327,7 +334,9 @@ class Scheduler:
         for seq in tuple(replica.running):
             if seq.state is not SequenceState.RUNNING or not speculation.can_decode(seq):
                 continue
-            num_tokens = min(speculation.num_wanted(seq), most_tokens)
+            num_tokens = speculation.num_wanted(seq)
+            if not speculation.drafts_by_model(seq):
+                num_tokens = min(num_tokens, most_tokens)
             # Nobody is preempted for tokens that may turn out to lie behind an end.
             last = speculation.last_position(seq, num_tokens)
             if self._num_missing_pages(seq, last) > replica.pool.num_available:

@@ -6,9 +6,9 @@ when it is full, late or would end the sequence, and is gone when its verificati
 """
 
 from collections import abc
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from detjax.engine.config import ReplicaConfig
+from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
 from detjax.engine.requests.sequence import (
     DecodeRow,
     Sequence,
@@ -16,22 +16,15 @@ from detjax.engine.requests.sequence import (
     attributing_errors,
     max_committed,
 )
-
-Propose = Callable[[abc.Sequence[int], int], tuple[int, ...]]
-"""From the tokens so far and the most drafts wanted, drafts that cost no model; or none."""
+from detjax.engine.scheduling.drafters import Drafter
 
 
-def propose_nothing(tokens: abc.Sequence[int], most: int) -> tuple[int, ...]:
-    """Give no drafts."""
-    return ()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostDrafts:
+    """Drafts of a window, and the name of the `Drafter` that made them."""
 
-
-def predicted_drafts(seq: Sequence) -> tuple[int, ...]:
-    """Return what the request predicts to follow, as long as it has been right."""
-    predicted = seq.request.predicted_token_ids
-    made = seq.tokens[len(seq.request.prompt_token_ids) :]
-    is_right = len(made) < len(predicted) and tuple(made) == predicted[: len(made)]
-    return predicted[len(made) :] if is_right else ()
+    source: str
+    token_ids: tuple[int, ...]
 
 
 def open_window(seq: Sequence) -> None:
@@ -44,16 +37,18 @@ def open_window(seq: Sequence) -> None:
 class Speculation:
     """Which sequences draft, and how windows fill up and are verified."""
 
-    def __init__(self, config: ReplicaConfig, propose: Propose):
+    def __init__(self, config: ReplicaConfig, drafters: abc.Sequence[Drafter]):
         """Draft from the first step on, if few do.
 
         Args:
             config: Sizes and policies.
-            propose: Host-side drafts for sequences that are decoded canonically.
+            drafters: On the host, for sequences that are decoded canonically; the first that has
+                something for a sequence drafts.
         """
         self._config = config
-        self._propose = propose
-        self._is_on = True
+        self._drafters = drafters
+        self._has_model = config.draft_weights == DRAFT_MODEL
+        self._is_small_share = self._is_small_batch = True
 
     # ------------------------------------------------------------------------------------- drafting
 
@@ -64,12 +59,23 @@ class Speculation:
             return
         share = sum(s.is_drafted for s in decoding) / len(decoding)
         limit = self._config.max_draft_fraction
-        self._is_on = share <= (limit if self._is_on else 0.8 * limit)
+        self._is_small_share = share <= (limit if self._is_small_share else 0.8 * limit)
+        most = self._config.max_draft_batch
+        scale = 1.0 if self._is_small_batch else 0.8
+        self._is_small_batch = not most or len(decoding) <= max(1, scale * most)
+
+    @property
+    def _is_on(self) -> bool:
+        """Whether drafts are made at all."""
+        return self._is_small_share and self._is_small_batch
 
     def drafts(self, seq: Sequence) -> bool:
         """Whether a decode step of a sequence makes a draft now."""
         # A grammar says what may follow a token when it has seen it.
-        return seq.is_drafted and self._is_on and seq.guide is None
+        if not (seq.is_drafted and self._is_on and seq.guide is None):
+            return False
+        # A draft model would compute what it has missed for a window without room for a draft.
+        return seq.drafter_len is None or self._max_drafts(seq) > 0
 
     def can_decode(self, seq: Sequence) -> bool:
         """Whether a decode step may take a sequence now, or something else must happen first."""
@@ -77,15 +83,22 @@ class Speculation:
             return False
         if not self.drafts(seq):
             # What drafts have written is to be verified first.
-            waits = self._config.has_prompt_lookup or seq.guide is not None
+            proposes = self._config.has_prompt_lookup and self._is_on
+            waits = proposes or seq.guide is not None
             return not (waits and seq.num_in_flight or seq.num_drafts)
-        return seq.closed_step is None and self._room(seq) > 0
+        # What a draft model has missed is computed from the committed tokens.
+        misses = seq.drafter_len is not None and seq.num_in_flight > 0
+        return seq.closed_step is None and self._room(seq) > 0 and not misses
 
     def num_wanted(self, seq: Sequence) -> int:
         """Tokens that a sequence can decode before something else must happen."""
         if seq.guide is not None:
             return 1
         return self._room(seq) if self.drafts(seq) else seq.max_len - seq.len_bound
+
+    def drafts_by_model(self, seq: Sequence) -> bool:
+        """Whether a draft model makes the drafts of a sequence now: a window in one launch."""
+        return self._has_model and self.drafts(seq)
 
     def last_position(self, seq: Sequence, num_tokens: int) -> int:
         """The last position whose keys and values `num_tokens` more tokens need."""
@@ -96,19 +109,25 @@ class Speculation:
 
     def decode(self, seq: Sequence, num_tokens: int, *, step: int) -> DecodeRow:
         """Make the row of a decode step, and count its tokens: as drafts, or as to be committed."""
+        is_draft = self.drafts(seq)
         row = DecodeRow(
             seq=seq,
             num_preemptions=seq.num_preemptions,
             num_tokens=num_tokens,
-            is_draft=self.drafts(seq),
+            is_draft=is_draft,
             window_idx=seq.window_idx,
+            missed_from=seq.drafter_len if is_draft else None,
         )
-        if row.is_draft:
+        if is_draft:
             if seq.num_drafts == 0:
                 seq.opened_step = step
             seq.num_drafts += num_tokens
+            seq.drafter_len = None
         else:
             seq.closed_step = None
+            if self._has_model and seq.is_drafted and seq.drafter_len is None:
+                # Results in flight commit more, which are computed once more then.
+                seq.drafter_len = len(seq.tokens) - 1
         seq.num_in_flight += max_committed(row)
         return row
 
@@ -154,37 +173,42 @@ class Speculation:
             seqs += self._riders(all_seqs)
         return ready
 
-    def verify(self, seq: Sequence, given: tuple[int, ...] | None = None) -> VerifyRow:
+    def verify(self, seq: Sequence, given: HostDrafts | None = None) -> VerifyRow:
         """Make the row of a verification, of `given` drafts or the window's, and open a new one."""
-        num_drafts = seq.num_drafts if given is None else len(given)
         row = VerifyRow(
-            seq=seq, num_preemptions=seq.num_preemptions, num_drafts=num_drafts, given=given
+            seq=seq,
+            num_preemptions=seq.num_preemptions,
+            num_drafts=seq.num_drafts if given is None else len(given.token_ids),
+            given=None if given is None else given.token_ids,
+            source=self._config.draft_weights if given is None else given.source,
         )
         seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
 
-    def propose(self, seq: Sequence) -> tuple[int, ...] | None:
+    def propose(self, seq: Sequence) -> HostDrafts | None:
         """Return drafts of the host for a running sequence; None if it decodes, or waits.
 
-        What a request predicts is verified to its end: the last token by a window without drafts.
-
         Raises:
-            SequenceError: If proposing raises.
+            SequenceError: If a drafter raises.
         """
-        if not self.can_decode(seq) or seq.guide is not None:
+        if not (self._is_on and self.can_decode(seq)) or seq.guide is not None:
             return None
         most = self._max_drafts(seq)
-        with attributing_errors(seq):
-            if predicted := predicted_drafts(seq):
-                return predicted[:most]
-            return tuple(self._propose(seq.tokens, most)[:most]) or None
+        for drafter in self._drafters:
+            with attributing_errors(seq):
+                drafts = drafter.draft(seq, most)
+                if drafts is not None:
+                    return HostDrafts(source=drafter.name, token_ids=tuple(drafts[:most]))
+        return None
 
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""
         is_drafted = seq.is_drafted and seq.guide is None
         if not (is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
             return False
+        if seq.drafter_len is not None:
+            return False  # its window is empty, and stays so until results have been read
         is_late = seq.num_drafts > 0 and step - seq.opened_step >= self._config.verify_deadline
         if seq.closed_step is None and (is_late or not self.can_decode(seq)):
             seq.closed_step = step
@@ -199,7 +223,7 @@ class Speculation:
 
     def _num_open_steps(self, seq: Sequence, step: int) -> int:
         """Steps until the window of a sequence that drafts closes, if no draft ends it."""
-        until_full = -(-self._room(seq) // self._config.decode_steps)
+        until_full = 1 if self._has_model else -(-self._room(seq) // self._config.decode_steps)
         opened_step = seq.opened_step if seq.num_drafts else step
         return min(until_full, opened_step + self._config.verify_deadline - step)
 

@@ -39,7 +39,10 @@ async function connect() {
     status = (await (await fetch("/health")).json()).status;
     by("state").textContent = status;
     by("state").className = "pill " + status;
-    if (status === "ready" && !server) {
+    if (status === "ready" && server) {
+      const models = await fetch("/v1/models", { headers: headers() });
+      if (models.ok) tellMode((await models.json()).data[0]);
+    } else if (status === "ready") {
       const version = await (await fetch("/version")).json();
       by("fingerprint").textContent = version.system_fingerprint;
       const models = await fetch("/v1/models", { headers: headers() });
@@ -56,9 +59,16 @@ async function connect() {
 function open(card) {
   server = card;
   by("model").textContent = `${card.id}, ${card.max_model_len} tokens`;
-  by("mode").textContent = card.mode;
+  tellMode(card);
   document.title = `detjax: ${card.id}`;
   showError("");
+}
+
+function tellMode(card) {
+  const drafts = Object.entries(card.drafts).map(([source, counts]) =>
+    `${source}: ${Math.round(100 * counts.acceptance)} % of drafts accepted, ` +
+    `${counts.tokens_per_window.toFixed(2)} tokens a window`);
+  by("mode").textContent = [card.mode, ...drafts].join("; ");
 }
 
 function showError(text) {

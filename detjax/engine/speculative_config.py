@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine speculates, as vLLM's users say it. No JAX."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from detjax.engine.config import DRAFT_MODEL
+
+METHODS = ("ngram", DRAFT_MODEL)
+_MODEL_NEEDED = (DRAFT_MODEL,)
+_VERIFY_BATCHES = (1, 8)
+MOST_TOKENS = 64
+"""Most drafts of a window. Each counts only if all before it are right."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """A source of drafts, and how many of them a window has. It changes no bit.
+
+    Attributes:
+        method: `ngram`: what followed the same tokens earlier in the text. `draft_model`: a
+            smaller model of the same vocabulary.
+        model: A folder in Hugging Face format or a Hugging Face id, of the draft model.
+        num_speculative_tokens: Drafts of a window.
+        disable_by_batch_size: Most sequences that decode at once while drafts are made; 0 sets no
+            limit.
+
+    Raises:
+        ValueError: If a value is out of range, or does not go with another.
+    """
+
+    method: str
+    model: str = ""
+    num_speculative_tokens: int = 3
+    disable_by_batch_size: int = 32
+
+    def __post_init__(self):
+        """Check every field."""
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r} must be one of {list(METHODS)}")
+        for name, least, most in (
+            ("num_speculative_tokens", 1, MOST_TOKENS),
+            ("disable_by_batch_size", 0, 2**16),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an integer from {least} to {most}")
+        if not isinstance(self.model, str):
+            raise ValueError(f"model={self.model!r} must be a text")
+        if (self.method in _MODEL_NEEDED) != bool(self.model):
+            fix = "give one" if not self.model else "leave it out"
+            raise ValueError(f"model={self.model!r} with method={self.method!r}: {fix}")
+
+    @classmethod
+    def of(cls, given: "SpeculativeConfig | Mapping[str, Any] | str") -> "SpeculativeConfig":
+        """Read a configuration, its fields, or a JSON object of them.
+
+        A model without a `method` is a draft model.
+
+        Raises:
+            ValueError: If it is no object, has a field that is not known, or a value does not fit.
+        """
+        if isinstance(given, SpeculativeConfig):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ValueError(f"{given} is no JSON object: {error}") from error
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{given!r} must be an object, as in {_EXAMPLE}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(given.keys() - set(known)):
+            raise ValueError(f"{unknown[0]!r} is no field; there are {', '.join(known)}")
+        if "method" not in given:
+            if "model" not in given:
+                raise ValueError(f"neither a method nor a model is given; write {_EXAMPLE}")
+            given = {"method": DRAFT_MODEL, **given}
+        return cls(**given)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the fields of `EngineConfig` that follow."""
+        most = self.disable_by_batch_size
+        options: dict[str, Any] = {
+            "verify_window": self.num_speculative_tokens + 1,
+            "max_draft_batch": most,
+            # All that draft are verified in one launch, in each step.
+            "verify_patience": 0,
+        }
+        if most:
+            options["verify_rows"] = most
+            options["verify_batches"] = tuple(n for n in _VERIFY_BATCHES if n < most)
+        if self.method == "ngram":
+            return options | {"has_prompt_lookup": True}
+        return options | {"draft_weights": DRAFT_MODEL}
+
+    def __str__(self) -> str:
+        """Return it as a line for people."""
+        source = f"{self.method} {self.model}".strip()
+        limit = self.disable_by_batch_size
+        until = f", to {limit} sequences at once" if limit else ""
+        return f"{source}, {self.num_speculative_tokens} tokens a window{until}"
+
+
+_EXAMPLE = '{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}'

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of speculation counts answers that differ, and one fails it."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from benchmarks import speculation
+
+SMALL = (
+    "--shapes tiny --backend portable --layers 1 --noise 0 --batch 2 --tokens 12 --prompt 9"
+    " --max-len 128 --rounds 1"
+)
+
+
+def measured(monkeypatch, tmp_path) -> tuple[object, list[dict]]:
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["speculation", *SMALL.split(), "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        speculation.main()
+    return ended.value.code, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_source_is_timed_and_compared(monkeypatch, tmp_path):
+    code, rows = measured(monkeypatch, tmp_path)
+    assert code == 0
+    assert [row["source"] for row in rows] == ["none", "ngram", "draft_model"]
+    assert all(row["different"] == 0 and row["tokens_per_s"] > 0 for row in rows)
+    assert rows[-1]["acceptance"] > 0.9, "the layers behind the first add nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_an_answer_that_differs_fails_the_benchmark(monkeypatch, tmp_path):
+    class Unlike(speculation.Engine):
+        def generate(self, requests, **given):
+            if self._config.draft_weights == "draft_model":
+                requests = [
+                    dataclasses.replace(request, prompt_token_ids=request.prompt_token_ids[1:])
+                    for request in requests
+                ]
+            return super().generate(requests, **given)
+
+    monkeypatch.setattr(speculation, "Engine", Unlike)
+    code, rows = measured(monkeypatch, tmp_path)
+    assert code == 3 and rows[-1]["different"] == 2
