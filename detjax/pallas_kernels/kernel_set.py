@@ -108,11 +108,11 @@ class KernelSet(Protocol):
     def w8a8_product(
         self, x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
     ) -> jax.Array:
-        """See `linear.w8a8.product`."""
+        """See `linear.w8a8.w8a8_product`."""
         ...
 
     def w8a8_swiglu(self, x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
-        """See `linear.w8a8.product_swiglu`."""
+        """See `linear.w8a8.w8a8_swiglu`."""
         ...
 
     def rms_norm(self, x, gain, *, eps: float) -> jax.Array:

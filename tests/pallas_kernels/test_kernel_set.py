@@ -26,10 +26,10 @@ PACKAGE = Path(detjax.pallas_kernels.__file__).parents[1]
 
 
 def api_operations() -> set[str]:
-    """Public functions of every operation's `api`."""
+    """Public functions of every operation's `api`, and of products of 8 bits."""
     names = set()
     for info in pkgutil.walk_packages(detjax.pallas_kernels.__path__, "detjax.pallas_kernels."):
-        if info.name.endswith(".api"):
+        if info.name.endswith((".api", ".w8a8")):
             module = importlib.import_module(info.name)
             for name, value in vars(module).items():
                 is_own = inspect.isfunction(value) and value.__module__ == module.__name__

@@ -35,7 +35,7 @@ from detjax.pallas_kernels.linear.quantized import (
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     FlatTiles,
-    Operands,
+    OperandType,
     Product,
     TallTiles,
     choose_tiles,
@@ -345,7 +345,7 @@ def test_rows_that_no_kernel_takes_are_refused():
         w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), dtype=INT8, backend=Backend.PORTABLE)
     rows = QuantizedRows(values=jnp.zeros((1, 512), jnp.int8), scales=jnp.zeros(1))
     with pytest.raises(ValueError, match="must agree in their last axis"):
-        w8a8.product(rows, drawn_weights((64, 128)), out_dtype=F32, backend=Backend.PORTABLE)
+        w8a8.w8a8_product(rows, drawn_weights((64, 128)), out_dtype=F32, backend=Backend.PORTABLE)
     with pytest.raises(ValueError, match="int8 is not multiplied by float8_e4m3fn"):
         operands_of(rows, drawn_weights((64, 512), FLOAT8))
     with pytest.raises(ValueError, match="a QuantizedRows is not multiplied by a"):
@@ -361,7 +361,7 @@ def test_rows_that_no_kernel_takes_are_refused():
 def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated, dtype):
     product = Product(
         num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=k_len, out_bytes=2,
-        is_gated=is_gated, has_residual=not is_gated, operands=Operands(dtype.name),
+        is_gated=is_gated, has_residual=not is_gated, operands=OperandType(dtype.name),
     )  # fmt: skip
     tiles = choose_tiles(product)
     assert tiles.groups == 1 and tiles.stages >= 2 and k_len % tiles.k == 0

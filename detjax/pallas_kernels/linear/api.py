@@ -24,7 +24,7 @@ def linear(
 
     `out[m, o] = round(sum_i(x[m, i] * w[o, i]) + bias[o])`
 
-    Here and below, a `W8A8Matrix` is multiplied as `w8a8.product` says, with rows of
+    Here and below, a `W8A8Matrix` is multiplied as `w8a8.w8a8_product` says, with rows of
     `w8a8.quantize_rows`.
 
     Args:
@@ -45,7 +45,7 @@ def linear(
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
         rows = w8a8.quantize_rows(x, dtype=w.values.dtype, backend=backend)
-        return w8a8.product(rows, w, bias, out_dtype=out_dtype, backend=backend)
+        return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
 
 
@@ -90,7 +90,7 @@ def linear_swiglu(
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
         rows = w8a8.quantize_rows(x, dtype=w_gate_up.values.dtype, backend=backend)
-        return w8a8.product_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
+        return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
 
@@ -128,7 +128,7 @@ def norm_linear(
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
         rows = w8a8.rms_norm_quantize(x, gain, eps=eps, dtype=w.values.dtype, backend=backend)
-        return w8a8.product(rows, w, bias, out_dtype=out_dtype, backend=backend)
+        return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
 
@@ -164,7 +164,7 @@ def norm_linear_swiglu(
         rows = w8a8.rms_norm_quantize(
             x, gain, eps=eps, dtype=w_gate_up.values.dtype, backend=backend
         )
-        return w8a8.product_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
+        return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
 
 
@@ -364,7 +364,7 @@ def linear_add(
     """
     if isinstance(w, W8A8Matrix):
         rows = w8a8.quantize_rows(x, dtype=w.values.dtype, backend=backend)
-        return w8a8.product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
+        return w8a8.w8a8_product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
     return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 
 

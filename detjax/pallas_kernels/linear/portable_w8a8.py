@@ -64,7 +64,7 @@ def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows
 
 
 def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
-    """See `w8a8.product_swiglu`."""
+    """See `w8a8.w8a8_swiglu`."""
     return swiglu(w8a8_product(x, w, None, None, out_dtype=out_dtype))
 
 
@@ -72,7 +72,7 @@ def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax
 def w8a8_product(
     x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """See `w8a8.product`."""
+    """See `w8a8.w8a8_product`."""
     num_rows, k_len = x.shape
     num_cols = w.shape[0]
     sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, QuantizedRows, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import Operands, Product, choose_tiles
+from detjax.pallas_kernels.linear.tiles import OperandType, Product, choose_tiles
 
 
 def _multiply(
@@ -37,7 +37,7 @@ def _multiply(
         has_bias=bias is not None,
         has_residual=residual is not None,
         is_gated=is_gated,
-        operands=Operands(x.dtype.name),
+        operands=OperandType(x.dtype.name),
     )
     return matmul(
         x, w, bias, residual,
@@ -48,7 +48,7 @@ def _multiply(
 def w8a8_product(
     x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """See `w8a8.product`.
+    """See `w8a8.w8a8_product`.
 
     Numerics:
         # ORDER: of int8 free, as wgmma adds their products in int32 exactly. float8 by chunks of
@@ -61,7 +61,7 @@ def w8a8_product(
 
 
 def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
-    """See `w8a8.product_swiglu`.
+    """See `w8a8.w8a8_swiglu`.
 
     Numerics:
         # ORDER, # ROUND: gates and ups as in `w8a8_product`, rounded to bfloat16; then the

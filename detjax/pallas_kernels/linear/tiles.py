@@ -315,7 +315,7 @@ class Rows(enum.Enum):
     SUMMED = "summed"  # the like, and sums of terms, so that no copy brings them
 
 
-class Operands(enum.Enum):
+class OperandType(enum.Enum):
     """What activations and weights of a product are, by dtype; codes become bfloat16."""
 
     BFLOAT16 = "bfloat16"
@@ -353,12 +353,12 @@ class Product:
     rows: Rows = Rows.GIVEN
     has_ranks: bool = False
     coding: Coding | None = None
-    operands: Operands = Operands.BFLOAT16
+    operands: OperandType = OperandType.BFLOAT16
 
     @property
     def is_w8a8(self) -> bool:
         """Whether operands have 8 bits."""
-        return self.operands is not Operands.BFLOAT16
+        return self.operands is not OperandType.BFLOAT16
 
     @property
     def operand_bytes(self) -> int:
@@ -528,7 +528,7 @@ def _w8a8_cols(num_rows: int) -> int:
 
 
 def _w8a8_tiles(p: Product) -> MatmulTiles:
-    """Operands of 8 bits: whole sums in one CTA, as it scales them.
+    """OperandType of 8 bits: whole sums in one CTA, as it scales them.
 
     Times of the 8B shape, one H200, 2026-11. Gates and ups take 28.7 us at one row with these
     tiles, 31.1 with steps of 128; at 64 rows 30.9, and 32.1 with two warpgroups. `down` takes 19.1
@@ -599,7 +599,7 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
     # WHY: the chunks of float8 are in registers beside their sum.
-    most_cols = FLOAT8_COLS if p.operands is Operands.FLOAT8 else _TALL_COLS[0][0]
+    most_cols = FLOAT8_COLS if p.operands is OperandType.FLOAT8 else _TALL_COLS[0][0]
     options = [it for it in _TALL_COLS if it[0] <= most_cols]
     options = [it for it in options if not (p.needs_whole_tiles and num_out % it[0])]
     cols, _ = best = min(options, key=cost)

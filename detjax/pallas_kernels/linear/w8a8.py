@@ -77,7 +77,7 @@ def rms_norm_quantize(
     return KERNELS[backend].rms_norm_quantize(x, gain, eps=eps, dtype=jnp.dtype(dtype))
 
 
-def product(
+def w8a8_product(
     x: QuantizedRows,
     w: W8A8Matrix,
     bias: Activation[Array, " O"] | None = None,
@@ -115,12 +115,12 @@ def product(
     return KERNELS[backend].w8a8_product(x, w, bias, residual, out_dtype=out_dtype)
 
 
-def product_swiglu(
+def w8a8_swiglu(
     x: QuantizedRows, w_gate_up: W8A8Matrix, *, out_dtype: jnp.dtype, backend: Backend
 ) -> Activation[Array, "M F"]:
     """Multiply quantised rows by gates and ups, and gate.
 
-    `out = swiglu(product(x, w_gate_up))`
+    `out = swiglu(w8a8_product(x, w_gate_up))`
 
     Args:
         x: Of `quantize_rows`.
