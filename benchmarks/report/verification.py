@@ -145,6 +145,22 @@ def _quantised(found: Sequence[dict]) -> str:
     )
 
 
+def _w8a8(found: Sequence[dict]) -> str:
+    schemes = listed(row["scheme"] for row in found)
+    return (
+        f"{model_name(found[0]['model'])}, {schemes}: {_total(found, 'answers')} answers together "
+        "and alone, and the hash of weights"
+    )
+
+
+def _speculation(found: Sequence[dict]) -> str:
+    batches = listed(sorted({str(row["batch"]) for row in found}, key=int))
+    return (
+        f"Llama-3.1-8B shapes, {len(found)} runs with a draft model against none, batches of "
+        f"{batches}: {_total(found, 'answers')} answers"
+    )
+
+
 def _server(found: Sequence[dict]) -> str:
     rates = listed(sorted({f"{row['rate_per_s']:g}" for row in found}, key=float))
     return (
@@ -247,7 +263,7 @@ CLAIMS = (
             "test_weights_that_stay_packed_give_the_same_answers",
         ),
         evidence=Evidence(
-            command="quantized", subject="quantized", counts=lambda row: "is_same_hash" in row,
+            command="quantized", subject="quantized", counts=lambda row: "different_digests" in row,
             num_different=lambda row: row["different_digests"] + (not row["is_same_hash"]),
             sizes=_quantised,
         ),
@@ -258,7 +274,23 @@ CLAIMS = (
             "tests/pallas_kernels/test_w8a8.py::test_no_batchmate_changes_a_bit",
             "tests/pallas_kernels/test_w8a8.py::test_no_order_of_channels_changes_a_bit",
         ),
-        evidence=None,
+        evidence=Evidence(
+            command="quantized", subject="quantized", counts=lambda row: row["weights"] == "w8a8",
+            num_different=lambda row: row["different_alone"] + (not row["is_same_hash"]),
+            sizes=_w8a8,
+        ),
+    ),
+    Claim(
+        name="speculation",
+        tests=(
+            "tests/engine/test_speculation.py::test_a_draft_model_changes_no_bit",
+            "tests/engine/test_speculation.py::test_a_drafter_of_the_host_changes_no_bit",
+        ),
+        evidence=Evidence(
+            command="speculation", subject="speculation",
+            counts=lambda row: row["source"] == "draft_model",
+            num_different=lambda row: row["different"], sizes=_speculation,
+        ),
     ),
     Claim(
         name="dvr",
