@@ -353,6 +353,7 @@ def _open(
     """The model, with the numerics that the receipts name and room for their answers."""
     from detjax.llm import LLM
     from detjax.models.hf_config import load_config
+    from detjax.models.quantization.scheme import weights_option
     from detjax.numerics import NumericsProfile
 
     first = receipts[0]
@@ -363,6 +364,7 @@ def _open(
         dp=args.dp,
         profile=NumericsProfile(**first.numerics["profile"]),
         cast_weights=_cast_option(first.model["weight_cast"]),
+        quantized_weights=weights_option(first.model["quantization"]),
         batch_size=args.batch_size,
         prefill_chunk=args.prefill_chunk,
         max_len=_max_len(receipts, load_config(folder).max_position_embeddings),

@@ -264,6 +264,7 @@ def _find(
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
     from detjax.models.loading import LoadedModel
+    from detjax.models.quantization.scheme import weights_option
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
     from detjax.opening import load_on_devices
@@ -273,8 +274,9 @@ def _find(
     keep_compiled_programs(args.cache_dir)
     settings = [b] if isinstance(a, RecordedAnswer) else [a, b]
     name = args.model or BUNDLED_NAME
-    cast_weights = args.cast_weights
+    cast_weights, quantized_weights = args.cast_weights, "auto"
     if receipt is not None:
+        quantized_weights = weights_option(receipt.model["quantization"])
         profile = NumericsProfile(**receipt.numerics["profile"])
         cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
     profile = profile or NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
@@ -288,7 +290,7 @@ def _find(
     def load(setting: Setting) -> LoadedModel:
         model, _ = load_on_devices(
             folder, profile=profile, backend=setting.backend, dp=setting.dp, tp=setting.tp,
-            cast_weights=cast_weights,
+            cast_weights=cast_weights, quantized_weights=quantized_weights,
         )  # fmt: skip
         if receipt is not None:
             _check_weights(receipt, Identifier(model, tokenizer, name=name).weights())

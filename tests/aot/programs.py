@@ -40,7 +40,9 @@ from detjax.pallas_kernels.linear.api import (
     linear,
     linear_add,
     linear_add_rms_norm,
+    norm_linear_swiglu,
 )
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
@@ -77,6 +79,22 @@ def down(num_rows: int) -> aot.CompiledProgram:
         )
 
     shapes = (_shape(num_rows, 14336), _shape(4096, 14336), _shape(num_rows, 4096), _shape(4096))
+    return aot.compile_program(run, *shapes)
+
+
+def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
+    """A feed-forward layer of 8-bit activations and weights."""
+
+    def run(x, gain, gate_up, down):
+        gate_up, down = (W8A8Matrix(values=v, scales=s) for v, s in (gate_up, down))
+        y = norm_linear_swiglu(x, gain, gate_up, eps=1e-5, backend=Backend.SM90)
+        reduction = tree_reduction(14336, PROFILE)
+        return linear_add(y, down, x, None, reduction=reduction, backend=Backend.SM90)
+
+    def matrix(num_out: int, num_in: int):
+        return _shape(num_out, num_in, dtype=dtype), _shape(num_out, dtype=jnp.float32)
+
+    shapes = (_shape(num_rows, 4096), _shape(4096), matrix(28672, 4096), matrix(4096, 14336))
     return aot.compile_program(run, *shapes)
 
 
@@ -450,6 +468,10 @@ PROGRAMS = {
     "down_8": lambda: down(8),
     "down_4096": lambda: down(4096),
     "down_add_8": lambda: down_add(8),
+    "w8a8_int8_8": lambda: w8a8(8, jnp.int8),
+    "w8a8_int8_4000": lambda: w8a8(4000, jnp.int8),
+    "w8a8_float8_8": lambda: w8a8(8, jnp.float8_e4m3fn),
+    "w8a8_float8_4000": lambda: w8a8(4000, jnp.float8_e4m3fn),
     "norm_qkv_1": lambda: norm_qkv(1),
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),

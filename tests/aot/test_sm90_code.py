@@ -99,6 +99,19 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
     assert program["copies"] == []
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+@pytest.mark.parametrize("num_rows", [8, 4000])
+def test_products_of_8_bits_spill_nothing_and_copy_nothing(dtype, num_rows):
+    program = compiled(f"w8a8_{dtype}_{num_rows}")
+    assert sorted(kernel["name"] for kernel in program["kernels"]) == [
+        "detjax_linear",
+        "detjax_linear_swiglu",
+        "detjax_quantize_rows",
+        "detjax_rms_norm_quantize",
+    ]
+    assert spills(program) == {} and program["copies"] == []
+
+
 @pytest.mark.parametrize("name", ["norm_gate_up_8", "norm_gate_up_8_wide"])
 def test_a_norm_before_gated_tiles_spills_nothing(name):
     program = compiled(name)

@@ -34,7 +34,7 @@ from detjax.models.quantization.quantize import (
     quantize_matrix,
 )
 from detjax.models.quantization.rounding import to_bfloat16, to_float8
-from detjax.models.quantization.scheme import parse_quantization
+from detjax.models.quantization.scheme import parse_quantization, weights_option
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
 from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
@@ -405,6 +405,7 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     assert not isinstance(both.params["lm_head"], W8A8Matrix)
     asked = f"multiplied with activations of 8-bit {kind}, dynamic by token"
     assert both.quantization.endswith(asked)
+    assert [weights_option(it.quantization) for it in (both, plain)] == ["w8a8", "auto"]
     assert both.fingerprint != plain.fingerprint
     hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (both, plain)}
     assert len(hashes) == 1

@@ -61,15 +61,23 @@ class QuantizationScheme:
         zero = " and a zero point" if self.has_zero_points else ""
         text = f"{self.method}: {kind} with a scale{zero} for each {share}"
         if self.is_w8a8:
-            return f"{text}, multiplied with activations of {self.activations}"
+            return f"{text}{W8A8_TEXT} {self.activations}"
         text += ", expanded to bfloat16"
         if self.activations:
             text += f"; activations stay bfloat16 where the checkpoint asks for {self.activations}"
         return text
 
 
+W8A8_TEXT = ", multiplied with activations of"
+"""Says in a fingerprint that a product's activations have 8 bits."""
+
 W8A8_ACTIVATIONS = {False: "8-bit int, dynamic by token", True: "8-bit float, dynamic by token"}
 """What a checkpoint asks for that detjax can do to activations, by whether weights are float."""
+
+
+def weights_option(quantization: str) -> str:
+    """The `quantized_weights` that gives the bits of a fingerprint's quantisation."""
+    return "w8a8" if W8A8_TEXT in quantization else "auto"
 
 
 def as_w8a8(scheme: QuantizationScheme) -> QuantizationScheme:
