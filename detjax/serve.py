@@ -28,7 +28,15 @@ from detjax.cli.command_line import (
     description_of,
 )
 from detjax.cli.errors import EXIT_CODES, OK, InputError, bad_input, exit_code
-from detjax.cli.options import NO_CACHE, Option, add_options, flag_like, in_flags, of_field
+from detjax.cli.options import (
+    NO_CACHE,
+    Option,
+    add_options,
+    flag_like,
+    in_flags,
+    of_field,
+    read_speculative_config,
+)
 from detjax.engine.config import EngineConfig
 from detjax.models.hub import check_model
 from detjax.models.tokenizer_files import read_template_file
@@ -39,7 +47,6 @@ from detjax.server.options import (
     LOG_LEVELS,
     access_filter,
     engine_options,
-    speculative_config,
     texts_of_option,
 )
 
@@ -327,7 +334,7 @@ def check_files(args: argparse.Namespace) -> None:
                 f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
             ) from error
     check_model_option(args.model, args.revision)
-    speculative = speculative_config(args)
+    speculative = read_speculative_config(args.speculative_config)
     if speculative is not None and speculative.model:
         with bad_input("--speculative-config: "):
             check_model(speculative.model, revision=None)

@@ -14,7 +14,6 @@ from detjax.cli.options import DTYPES, Option, in_flags, of_field
 from detjax.engine.config import OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.requests.sampling_params import LOGPROBS_MODES, NOISES, SamplingParams
 from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
-from detjax.engine.speculative_config import SpeculativeConfig
 
 GROUPS = {
     "model": "Which weights.",
@@ -423,18 +422,6 @@ def _bias(given: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias {given}: give ID=BIAS, as in 17=-2.5") from error
 
 
-def speculative_config(args: GenerateArgs) -> SpeculativeConfig | None:
-    """Return where drafts come from, if --speculative-config says it.
-
-    Raises:
-        InputError: If it cannot be read.
-    """
-    if args.speculative_config is None:
-        return None
-    with bad_input("--speculative-config: "):
-        return SpeculativeConfig.of(args.speculative_config)
-
-
 def engine_options(args: GenerateArgs, *, max_len: int) -> dict[str, Any]:
     """Return the fields of `EngineConfig` that are not left to `choose_sizes`.
 
@@ -443,7 +430,7 @@ def engine_options(args: GenerateArgs, *, max_len: int) -> dict[str, Any]:
             completions of `max_len` tokens together.
     """
     values = _values(args, EngineConfig)
-    speculative = speculative_config(args)
+    speculative = options.read_speculative_config(args.speculative_config)
     of_drafts = {} if speculative is None else speculative.engine_options()
     asked = {name: value for name, value in values.items() if value is not None}
     asked |= {name: value for name, value in of_drafts.items() if name not in args.given}

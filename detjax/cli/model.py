@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from detjax.cli.arguments import GenerateArgs, as_flags, speculative_config
+from detjax.cli.arguments import GenerateArgs, as_flags
 from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.options import NO_CACHE
+from detjax.cli.options import NO_CACHE, read_speculative_config
 from detjax.cli.processes import Processes, join_processes
 from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.engine.config import EngineConfig
@@ -100,7 +100,7 @@ class OpenModel:
             name=self.args.model,
             folder=self.files.folder,
             backend_reason=self.backend_reason,
-            speculative=speculative_config(self.args),
+            speculative=read_speculative_config(self.args.speculative_config),
             draft_model=self.draft_model,
         )
 
@@ -142,7 +142,7 @@ def read_model_files(args: GenerateArgs) -> ModelFiles:
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
-    speculative = speculative_config(args)
+    speculative = read_speculative_config(args.speculative_config)
     if speculative is not None and speculative.model:
         with bad_input("--speculative-config: "):
             check_model(speculative.model)
@@ -196,7 +196,7 @@ def _load_draft_model(
     """Load the draft model, if there is one."""
     from detjax.opening import load_draft_model
 
-    speculative = speculative_config(args)
+    speculative = read_speculative_config(args.speculative_config)
     if speculative is None or not speculative.model:
         return None
     with bad_input("--speculative-config: "):

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from detjax import defaults
+from detjax.cli.errors import bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
 from detjax.defaults import AUTO, NO_CAST
 from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.speculative_config import METHODS
+from detjax.engine.speculative_config import METHODS, SpeculativeConfig
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.pallas_kernels.backend import Backend
 
@@ -411,3 +412,15 @@ CONFIG = Option(
     metavar="FILE",
     help="read options from this TOML file, as in `batch-size = 16`; the command line wins",
 )
+
+
+def read_speculative_config(given: str | None) -> SpeculativeConfig | None:
+    """Where drafts come from, if --speculative-config says it.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
+    if given is None:
+        return None
+    with bad_input("--speculative-config: "):
+        return SpeculativeConfig.of(given)

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from detjax.cli.errors import bad_input
-from detjax.engine.speculative_config import SpeculativeConfig
+from detjax.cli.options import read_speculative_config
 
 ACCESS_LOG = "detjax.server.access"
 """The log that has a line for each request."""
@@ -85,23 +84,11 @@ def access_filter(args: argparse.Namespace) -> Callable[[logging.LogRecord], boo
     return is_logged
 
 
-def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
-    """Where drafts come from, if --speculative-config says it.
-
-    Raises:
-        InputError: If it cannot be read.
-    """
-    if args.speculative_config is None:
-        return None
-    with bad_input("--speculative-config: "):
-        return SpeculativeConfig.of(args.speculative_config)
-
-
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `EngineConfig` that are given, and those that follow from the drafts."""
     names = "mode", "max_len", "batch_size", "decode_batches", "max_waiting", "self_check"
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "decode_batches" in given:
         given["decode_batches"] = tuple(given["decode_batches"])
-    speculative = speculative_config(args)
+    speculative = read_speculative_config(args.speculative_config)
     return given if speculative is None else speculative.engine_options() | given
