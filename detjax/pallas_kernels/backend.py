@@ -21,4 +21,5 @@ class Backend(enum.Enum):
         return member
 
     PORTABLE = "portable", "cpu"  # generic Pallas in fixed blocks, interpreted on CPU
+    REFERENCE = "reference", "cpu"  # the bits of sm90, in C++
     SM90 = "sm90", "gpu"  # Mosaic GPU for Hopper: TMA, wgmma, warp specialisation
