@@ -13,7 +13,7 @@ log-probabilities of whole answers.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -46,13 +46,13 @@ ROUNDINGS = ("down", "up", "half up", "half even")
 
 @jax.jit
 def _first_bits(octave):
-    return (octave << 23) + lax.iota(jnp.uint32, OCTAVE)
+    return (octave << 23) + jnp.arange(OCTAVE, dtype=jnp.uint32)
 
 
 def special_function(name: str):
     """A special function on the bits of one octave: uint32 to uint32."""
     math = rows.strided(PIECE, 4, False)
-    op = rows.instruction(FUNCTIONS[name])
+    op: Callable = rows.instruction(FUNCTIONS[name])
 
     def body(x_gmem, out_gmem):
         here = pl.ds(lax.axis_index("cta") * PIECE, PIECE)

@@ -171,7 +171,8 @@ def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     padded = logits.at[:, 4000:].set(-jnp.inf)
     temperature = np.where(np.arange(m) % 3 == 0, 0.0, rng.uniform(0.1, 3, m))
     temperature = jnp.asarray(temperature, jnp.float32)
-    key = tuple(jnp.asarray(rng.integers(0, 2**32, m), jnp.uint32) for _ in range(2))
+    key_0, key_1 = (jnp.asarray(rng.integers(0, 2**32, m), jnp.uint32) for _ in range(2))
+    key = key_0, key_1
     ones, zeros = jnp.ones(m, jnp.float32), jnp.zeros((m, v), jnp.float32)
     ranked = jnp.asarray(-np.sort(rng.exponential(15, (m, v)).astype(np.float32), axis=1))
     top_k = jnp.asarray(rng.integers(1, v, m), jnp.int32)
@@ -179,7 +180,9 @@ def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     sums = rng.integers(1 << 23, 0x7F800000, (1 << 16, 1), dtype=np.uint32).view(np.float32)
     bias = jnp.asarray(rng.standard_normal((m, v)) * (rng.random((m, v)) < 0.3), jnp.float32)
     uses = jnp.asarray(rng.integers(0, 5, (m, v)), jnp.int32)
-    factors = [jnp.asarray(rng.uniform(0.3, 1.9, m), jnp.float32) for _ in range(4)]
+    above, below, per_use, once = (
+        jnp.asarray(rng.uniform(0.3, 1.9, m), jnp.float32) for _ in range(4)
+    )
 
     def lse(on):
         return log_sum_exp(*block_stats(padded, vocab_block=128, backend=on), backend=on)
@@ -212,9 +215,7 @@ def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     yield (
         "adjust_logits",
         lambda on: (
-            sampling.adjust_logits(
-                logits, bias, uses, tuple(factors[:2]), tuple(factors[2:]), backend=on
-            ),
+            sampling.adjust_logits(logits, bias, uses, (above, below), (per_use, once), backend=on),
         ),
     )
 
