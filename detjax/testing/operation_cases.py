@@ -22,7 +22,7 @@ from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
 from detjax.pallas_kernels.swiglu.api import swiglu
 
-BF16 = ml_dtypes.bfloat16
+BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
 EPS = 1e-5
 Run = Callable[[Backend], tuple]
@@ -71,7 +71,7 @@ def _product_cases() -> Iterator[tuple[str, Run]]:
     shapes += [("normal", 3, 64, 128), ("normal", 200, 576, 192), ("wide", 16, 4096, 64)]
     for kind, m, k, n in shapes:
         x, w = map(jnp.asarray, draw_operands(kind, m, k, n))
-        run = lambda on, x=x, w=w: (linear.linear(x, w, out_dtype=jnp.float32, backend=on),)  # noqa: E731
+        run = lambda on, x=x, w=w: (linear.linear(x, w, out_dtype=F32, backend=on),)  # noqa: E731
         yield f"product {kind} {m}x{k}x{n}", run
 
 
@@ -94,7 +94,7 @@ def _layer_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
                 h, down, residual, None, gain, reduction=reduction, **options
             )
             return (
-                linear.norm_linear(x, gain, w, bias, out_dtype=jnp.bfloat16, **options),
+                linear.norm_linear(x, gain, w, bias, out_dtype=jnp.dtype(BF16), **options),
                 linear.linear_swiglu(x, gate_up, backend=on),
                 linear.norm_linear_swiglu(residual, gain, gate_up, **options),
                 linear.linear_partial(h, down, reduction=reduction, backend=on),

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.log_softmax.reference import (
     block_stats,
-    check_blocks,
     log_probs,
     log_sum_exp,
 )
+from detjax.pallas_kernels.log_softmax.sm90 import BLOCK
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.sampling.sm90 import first_operand
 
@@ -53,13 +53,10 @@ def choose_token(
 
 
 def nucleus_sums(sorted_logits, temperature, top_k, top_p):
-    """See `api.nucleus_sums`.
-
-    Raises:
-        ValueError: If the vocabulary is not whole blocks of 128.
-    """
-    check_blocks(sorted_logits.shape[1])
-    wide = jax.ShapeDtypeStruct(sorted_logits.shape, jnp.float32)
-    out = (wide, wide, jax.ShapeDtypeStruct(top_p.shape, jnp.float32))
-    weight, before, limit = call("nucleus_sums", out, sorted_logits, temperature, top_k, top_p)
-    return weight, before, limit
+    """See `api.nucleus_sums`; ranks up to a whole block of 128 weigh 0."""
+    num_rows, width = sorted_logits.shape
+    ranked = jnp.pad(sorted_logits, ((0, 0), (0, -width % BLOCK)), constant_values=-jnp.inf)
+    wide = jax.ShapeDtypeStruct(ranked.shape, jnp.float32)
+    out = (wide, wide, jax.ShapeDtypeStruct((num_rows,), jnp.float32))
+    weight, before, limit = call("nucleus_sums", out, ranked, temperature, top_k, top_p)
+    return weight[:, :width], before[:, :width], limit
