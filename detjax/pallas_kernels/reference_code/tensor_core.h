@@ -107,84 +107,6 @@ struct Rows {
   }
 };
 
-template <int W>
-struct Lanes {
-  typedef float F __attribute__((vector_size(4 * W)));
-  typedef int32_t I __attribute__((vector_size(4 * W)));
-};
-
-template <class V>
-DETJAX_INLINE V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-// Add steps of K to W outputs. False if a step was out of range, and the result is not to be used.
-template <int W>
-DETJAX_INLINE bool add_steps(const float* w, const float* x, const int32_t* x_exponents,
-                             const uint8_t* steps_zero, int steps, float* accumulators) {
-  using F = typename Lanes<W>::F;
-  using I = typename Lanes<W>::I;
-  const I exponent_mask = I{} + int32_t(kExponent), sign = I{} + INT32_MIN;
-  const int32_t lowest = (127 - 100) << 23, highest = (127 + 90) << 23;
-  F total = load<F>(accumulators);
-  I odd{};
-  for (int s = 0; s < steps; ++s) {
-    if (steps_zero[s]) continue;
-    const float *ws = w + s * kStep * W, *xs = x + s * kStep;
-    const int32_t* es = x_exponents + s * kStep;
-    F weights[kStep];
-    I top = (I)total & exponent_mask;
-    for (int t = 0; t < kStep; ++t) {
-      weights[t] = load<F>(ws + t * W);
-      I e = ((I)weights[t] & exponent_mask) + es[t];
-      top = e > top ? e : top;
-    }
-    odd |= (top < lowest) | (top > highest);
-    F scale = (F)(((254 + kFraction) << 23) - top);
-    I first = __builtin_convertvector(total * scale, I), second{};
-    for (int t = 0; t < kStep; t += 2) {  // each half has less than 2^31
-      first += __builtin_convertvector(weights[t] * xs[t] * scale, I);
-      second += __builtin_convertvector(weights[t + 1] * xs[t + 1] * scale, I);
-    }
-    I sum = first + second;
-    odd |= (first ^ sum) & (second ^ sum);  // negative if the sum overflowed
-    I negative = sum >> 31;
-    I size = (sum ^ negative) - negative;
-    // Without the first bit that does not fit 24, the conversion rounds toward zero.
-    size &= ~(size >> 24);
-    F value = __builtin_convertvector(size, F) * (F)(top - (kFraction << 23));
-    total = (F)((I)value | (negative & sign));
-  }
-  std::memcpy(accumulators, &total, sizeof total);
-  int32_t lanes[W], any = 0;
-  std::memcpy(lanes, &odd, sizeof odd);
-  for (int i = 0; i < W; ++i) any |= lanes[i];
-  return any >= 0;
-}
-
-template <int W, int S, bool SECOND, int... N>
-DETJAX_INLINE typename Lanes<W>::I mixed(typename Lanes<W>::I a, typename Lanes<W>::I b,
-                                         std::integer_sequence<int, N...>) {
-  if constexpr (SECOND) return __builtin_shufflevector(a, b, ((N & S) ? N + W : N + S)...);
-  return __builtin_shufflevector(a, b, ((N & S) ? N - S + W : N)...);
-}
-
-template <int W, int S>
-DETJAX_INLINE void transpose(typename Lanes<W>::I* rows) {
-  if constexpr (S < W) {
-    auto indices = std::make_integer_sequence<int, W>();
-    for (int i = 0; i < W; ++i) {
-      if (i & S) continue;
-      auto a = rows[i], b = rows[i + S];
-      rows[i] = mixed<W, S, false>(a, b, indices);
-      rows[i + S] = mixed<W, S, true>(a, b, indices);
-    }
-    transpose<W, 2 * S>(rows);
-  }
-}
-
 // Where weights of W outputs lie: outputs by rows of K (a layer's), or K by rows of outputs (values).
 struct Weights {
   const uint16_t* data;
@@ -192,46 +114,6 @@ struct Weights {
   int outputs;       // that there are, of W
   bool outputs_in_rows;
 };
-
-// Unpack `count` of K as [count, W] float32; whether one is too large for add_steps.
-template <int W>
-DETJAX_INLINE bool unpack(const Weights& w, int first, int count, float* out) {
-  using I = typename Lanes<W>::I;
-  I large{};
-  const I add = I{} + int32_t(0x10001 * (0x8000 - kLargeBf16));
-  const I sizes = I{} + 0x7fff7fff, high = I{} + int32_t(0xffff0000);
-  if (!w.outputs_in_rows) {
-    bool is_large = false;
-    for (int k = 0; k < count; ++k) {
-      const uint16_t* row = w.data + (first + k) * w.stride;
-      for (int o = 0; o < W; ++o) {
-        uint16_t v = o < w.outputs ? row[o] : 0;
-        is_large |= (v & 0x7fff) >= kLargeBf16;
-        out[k * W + o] = widen(v);
-      }
-    }
-    return is_large;
-  }
-  for (int k = 0; k < count; k += 2 * W) {
-    int here = std::min(2 * W, count - k);
-    I rows[W];
-    for (int o = 0; o < W; ++o) {
-      rows[o] = I{};
-      const uint16_t* row = w.data + o * w.stride + first + k;
-      if (o < w.outputs) std::memcpy(&rows[o], row, here == 2 * W ? 4 * W : 2 * here);
-    }
-    transpose<W, 1>(rows);
-    for (int p = 0; p < here / 2; ++p) {  // a pair of K
-      large |= (rows[p] & sizes) + add;
-      I pair[2] = {rows[p] << 16, rows[p] & high};
-      std::memcpy(out + (k + 2 * p) * W, pair, sizeof pair);
-    }
-  }
-  int32_t lanes[W], any = 0;
-  std::memcpy(lanes, &large, sizeof large);
-  for (int i = 0; i < W; ++i) any |= lanes[i];
-  return any & 0x80008000;
-}
 
 // Products of all rows with W outputs, over `count` of K from `first`, added to `accumulators`.
 struct Tile {
@@ -243,39 +125,39 @@ struct Tile {
   float* accumulators;  // [num_rows, W]
 };
 
-template <int W>
-DETJAX_INLINE void run_tile(const Tile& tile) {
-  alignas(64) float unpacked[kChunk * W];
-  const Rows& rows = *tile.rows;
-  for (int k = 0; k < tile.count; k += kChunk) {
-    int here = std::min(kChunk, tile.count - k);
-    bool is_large = unpack<W>(tile.weights, tile.first + k, here, unpacked);
-    for (int m = 0; m < tile.num_rows; ++m) {
-      size_t row = tile.first_row + m, at = row * rows.k_len + tile.first_of_rows + k;
-      float* accumulators = tile.accumulators + m * W;
-      float before[W];
-      std::memcpy(before, accumulators, sizeof before);
-      if (!is_large && !rows.is_large[row] &&
-          add_steps<W>(unpacked, &rows.values[at], &rows.exponents[at],
-                       &rows.steps_zero[at / kStep], here / kStep, accumulators))
-        continue;
-      for (int o = 0; o < tile.weights.outputs; ++o) {
-        for (int s = 0; s < here; s += kStep)
-          before[o] = exact_step(before[o], &rows.values[at + s], unpacked + s * W + o, W);
-        accumulators[o] = before[o];
-      }
-    }
-  }
-}
+}  // namespace detjax
 
+// The same code for each width of vectors. Target options are in force around it, and not an
+// attribute of its functions, because GCC lowers comparisons of vectors before it inlines.
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))) inline void run_tile_16(
-    const Tile& tile) {
-  run_tile<16>(tile);
-}
-__attribute__((target("avx2,fma"))) inline void run_tile_8(const Tile& tile) { run_tile<8>(tile); }
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #endif
-inline void run_tile_4(const Tile& tile) { run_tile<4>(tile); }
+#define DETJAX_LANES 16
+#include "lanes.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define DETJAX_LANES 8
+#include "lanes.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+#define DETJAX_LANES 4
+#include "lanes.h"
+
+namespace detjax {
 
 // The widest vectors of this processor.
 struct Processor {
@@ -285,13 +167,13 @@ struct Processor {
 
 inline Processor processor_of(int most_lanes) {
 #if defined(__x86_64__)
-  if (most_lanes >= 16 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return {16, run_tile_16};
-  if (most_lanes >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {8, run_tile_8};
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (most_lanes >= 16 && has_avx512 && has_avx2) return {16, lanes16::run_tile};
+  if (most_lanes >= 8 && has_avx2) return {8, lanes8::run_tile};
 #endif
-  return {4, run_tile_4};
+  return {4, lanes4::run_tile};
 }
 
 inline Processor processor = processor_of(16);
