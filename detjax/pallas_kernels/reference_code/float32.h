@@ -53,12 +53,14 @@ struct Tables {
 };
 inline Tables tables;
 
-// ex2.approx.ftz.f32: the input is cut to a multiple of 2^-23, toward minus infinity.
+// ex2.approx.ftz.f32. The size of x is cut to a multiple of 2^-23. What is negative and no whole
+// number becomes its one's complement: one unit below the number that it is.
 DETJAX_INLINE float ex2(float x) {
   if (x != x) return float_of(0x7fffffffu);
   if (x >= 128.0f) return kInfinity;
   if (x < -126.0f) return 0.0f;
-  int32_t fixed = int32_t(std::floor(double(x) * 8388608.0));
+  int32_t fixed = int32_t(std::fabs(x) * 8388608.0f);
+  if (x < 0.0f) fixed = fixed & (kOctave - 1) ? ~fixed : -fixed;
   uint32_t found = tables.ex2[uint32_t(fixed) & (kOctave - 1)];
   return float_of(found + uint32_t(fixed >> 23) * kOctave);
 }
