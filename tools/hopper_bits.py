@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,13 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
+from detjax.testing.dummies import (
+    adjusted_requests,
+    answers,
+    dummy_config,
+    dummy_model,
+    mixed_requests,
+)
 from detjax.testing.operation_cases import as_bits, digest_of, operation_cases
 
 OCTAVE = 1 << 23
@@ -159,50 +166,58 @@ def results(backend: Backend, only: str = "") -> Iterator[tuple[str, tuple]]:
 
 
 def _models(backend: Backend) -> Iterator[tuple]:
-    """A name, a model and requests: the bundled model, and small ones of other shapes."""
+    """A name, a function that makes the model, and requests, for each model."""
     mesh = make_mesh(1, 1, platform=backend.platform)
-    bundled = load_model(
-        str(bundled_model_path()), profile=NumericsProfile(), mesh=mesh, backend=backend
+    yield (
+        "bundled",
+        lambda: load_model(
+            str(bundled_model_path()), profile=NumericsProfile(), mesh=mesh, backend=backend
+        ),
+        mixed_requests(12, vocab_size=4096, max_tokens=48)
+        + adjusted_requests(vocab_size=4096, max_tokens=24),
     )
-    yield "bundled", bundled, mixed_requests(6, vocab_size=4096, max_tokens=48)
+    small: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 384}
     configs = {
         "head 64, q/k norm": dummy_config(
-            hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=64,
-            qk_norm=True, vocab_size=384,
+            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, **small
         ),
         "head 128, biases, window": dummy_config(
-            hidden_size=512, intermediate_size=1024, num_heads=4, num_kv_heads=2, head_dim=128,
-            qkv_bias=True, o_bias=True, window=100,
-            vocab_size=384,
+            hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
+            window=100, **small,
+        ),
+        "two layers of 8B": dummy_config(
+            hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+            vocab_size=4096,
         ),
     }  # fmt: skip
     for name, config in configs.items():
-        model = dummy_model(config, backend=backend)
-        yield name, model, mixed_requests(6, vocab_size=config.vocab_size, max_tokens=24)
+        requests = mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24)
+        yield name, lambda config=config: dummy_model(config, backend=backend), requests
 
 
 def model_answers(backend: Backend, only: str = "") -> Iterator[tuple[str, list[Completion]]]:
     """Whole answers of each model, in a batch of four."""
-    for name, model, requests in _models(backend):
+    for name, make, requests in _models(backend):
         if only in name:
-            yield name, answers(model, requests, batch_size=4)
+            yield name, answers(make(), requests, batch_size=4)
 
 
-def collect(folder: Path) -> None:
-    """Write all that a Hopper GPU says."""
+def collect(folder: Path, only: str) -> None:
+    """Write all that a Hopper GPU says, or of cases and answers those whose names have `only`."""
     folder.mkdir(parents=True, exist_ok=True)
     print(jax.devices()[0].device_kind, flush=True)
     begun = time.monotonic()
-    collect_functions(folder / "functions.npz")
-    print(f"functions after {time.monotonic() - begun:.0f} s", flush=True)
+    if not only:
+        collect_functions(folder / "functions.npz")
+        print(f"functions after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
-    for name, found in results(Backend.SM90):
+    for name, found in results(Backend.SM90, only):
         arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
         print(f"{name}: {digest_of(found)}", flush=True)
     np.savez_compressed(folder / "cases.npz", **arrays)
     print(f"cases after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
-    for name, completions in model_answers(Backend.SM90):
+    for name, completions in model_answers(Backend.SM90, only):
         for i, answer in enumerate(completions):
             arrays[f"{name}/{i}/ids"] = np.asarray(answer.token_ids, np.int32)
             arrays[f"{name}/{i}/logprobs"] = np.asarray(answer.logprobs, np.float32)
@@ -253,7 +268,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names that contain this")
     args = parser.parse_args()
     if args.what == "collect":
-        collect(args.folder)
+        collect(args.folder, args.only)
         return 0
     num_different = compare(args.folder, Backend(args.backend), args.only)
     print(f"{num_different} results differ")

@@ -68,6 +68,7 @@ def draw_operands(kind: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.nda
 
 def _product_cases() -> Iterator[tuple[str, Run]]:
     shapes = [(kind, 64, 256, 64) for kind in PRODUCT_KINDS]
+    shapes += [(kind, 64, 1024, 256) for kind in PRODUCT_KINDS[:-1]]  # 2**20 steps each
     shapes += [("normal", 3, 64, 128), ("normal", 200, 576, 192), ("wide", 16, 4096, 64)]
     for kind, m, k, n in shapes:
         x, w = map(jnp.asarray, draw_operands(kind, m, k, n))
