@@ -5,6 +5,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from detjax.compilation.kept_trust import make_private
-from detjax.compilation.source import default_cache_dir
+from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.reference_tables import special_function_tables
 
@@ -25,6 +26,9 @@ OPERATIONS = (
     "join", "log_probs", "log_sum_exp", "nucleus_sums", "product", "rms_norm", "rope", "swiglu",
 )  # fmt: skip
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psabi")
+"""Nothing is fused that is not written so, and no result depends on the instruction sets."""
+OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
+"""Let `fma` be one instruction. The library runs on the machine that compiles it alone."""
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -64,7 +68,8 @@ def _compiled() -> Path:
     compiler = find_compiler()
     files = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
     parts = [path.read_bytes() for path in files]
-    parts += [part.encode() for part in (*FLAGS, jax.lib.__version__)]
+    flags = (*FLAGS, *OF_PROCESSOR.get(platform.machine(), ()))
+    parts += [part.encode() for part in (*flags, jax.lib.__version__, cpu_arch())]
     parts.append(_output_of([compiler, "--version"]).encode())
     key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
     folder = Path(default_cache_dir()) / "reference"
@@ -75,7 +80,7 @@ def _compiled() -> Path:
         os.close(handle)
         include = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
-        _output_of([compiler, *FLAGS, *include, source, "-o", unfinished])
+        _output_of([compiler, *flags, *include, source, "-o", unfinished])
         os.replace(unfinished, path)
     return path
 
@@ -94,8 +99,7 @@ def library() -> ctypes.CDLL:
     loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"detjax_{name}"))
-        platform = Backend.REFERENCE.platform
-        jax.ffi.register_ffi_target(f"detjax_{name}", handler, platform=platform)
+        jax.ffi.register_ffi_target(f"detjax_{name}", handler, platform=Backend.REFERENCE.platform)
     return loaded
 
 
