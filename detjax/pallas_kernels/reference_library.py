@@ -78,9 +78,9 @@ def _compiled() -> Path:
     if not path.exists():
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
-        include = ["-isystem", jax.ffi.include_dir()]
+        headers = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
-        _output_of([compiler, *flags, *include, source, "-o", unfinished])
+        _output_of([compiler, *flags, *headers, source, "-o", unfinished])
         os.replace(unfinished, path)
     return path
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from detjax.models.abstract import why_unsupported
+from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.backend import Backend
@@ -18,6 +20,7 @@ from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.reference_tables import FIRST, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
+from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
@@ -32,6 +35,15 @@ BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 ON = {"backend": Backend.REFERENCE}
 LANES = (4, 8, 16)
 """Of the vectors of SSE2 or NEON, AVX2 and AVX-512."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler():
+    """The kernels are compiled here."""
+    try:
+        reference_library.find_compiler()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -156,6 +168,18 @@ QUICK = ["product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_to
 def test_operations_have_the_bits_of_a_gpu(name):
     """The digests are those of an H200, by `tools/hopper_bits.py`."""
     assert digest_of(operation_cases()[name](Backend.REFERENCE)) == GOLDEN["cases"][name]
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("count", quick_and_slow([2], [len(GOLDEN["answers"])]))
+def test_whole_answers_have_the_bits_of_a_gpu(count):
+    """Of the bundled model, greedy and sampled, in another batch than on the GPU."""
+    model = load_model(
+        str(bundled_model_path()), profile=NumericsProfile(), mesh=make_mesh(1, 1), **ON
+    )
+    requests = mixed_requests(count, vocab_size=4096, max_tokens=48)
+    got = [a.digest()[:16] for a in answers(model, requests, batch_size=count, prefill_chunk=128)]
+    assert got == [GOLDEN["answers"][f"bundled {i}"] for i in range(count)]
 
 
 # ------------------------------------------------------------------------------------ the backend
