@@ -14,6 +14,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.interpreters import mlir
 
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
@@ -25,6 +28,8 @@ OPERATIONS = (
     "add_leaves", "adjust_logits", "attention", "block_stats", "first_maximum", "gumbel_scores",
     "join", "log_probs", "log_sum_exp", "nucleus_sums", "product", "rms_norm", "rope", "swiglu",
 )  # fmt: skip
+PREFIX = "detjax_"
+"""Of the operations' names in JAX, XLA and the library."""
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psabi")
 """Nothing is fused that is not written so, and no result depends on the instruction sets."""
 OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
@@ -98,7 +103,7 @@ def library() -> ctypes.CDLL:
     # The library keeps the addresses: the arrays live as long as the process.
     loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
     for name in OPERATIONS:
-        handler = jax.ffi.pycapsule(getattr(loaded, f"detjax_{name}"))
+        handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
         jax.ffi.register_ffi_target(f"detjax_{name}", handler, platform=Backend.REFERENCE.platform)
     return loaded
 
@@ -108,7 +113,36 @@ def _tables() -> tuple[np.ndarray, ...]:
     return special_function_tables()
 
 
+@functools.cache
+def _primitive(name: str) -> core.Primitive:
+    """Make one of `OPERATIONS` known to JAX.
+
+    The library is loaded when it is lowered. A model can be traced without it, as is done to learn
+    what the backend refuses.
+    """
+    primitive = core.Primitive(f"{PREFIX}{name}")
+    primitive.multiple_results = True
+
+    def lower(ctx, *operands, out, **attributes):
+        library()
+        return jax.ffi.ffi_lowering(primitive.name)(ctx, *operands, **attributes)
+
+    def shapes(*operands, out, **attributes):
+        return [ShapedArray(shape, dtype) for shape, dtype in out]
+
+    @functools.cache
+    def compiled(**options):
+        return jax.jit(functools.partial(primitive.bind, **options))
+
+    primitive.def_abstract_eval(shapes)
+    primitive.def_impl(lambda *operands, **options: compiled(**options)(*operands))
+    mlir.register_lowering(primitive, lower, platform=Backend.REFERENCE.platform)
+    return primitive
+
+
 def call(name: str, out, *operands, **attributes):
-    """Call one of `OPERATIONS`; `out` has the shapes and dtypes of the results."""
-    library()
-    return jax.ffi.ffi_call(f"detjax_{name}", out)(*operands, **attributes)
+    """Call one of `OPERATIONS`; `out` has the shape and the dtype of the result, or of each."""
+    shapes = [out] if isinstance(out, jax.ShapeDtypeStruct) else out
+    described = tuple((shape.shape, shape.dtype) for shape in shapes)
+    results = _primitive(name).bind(*operands, out=described, **attributes)
+    return results[0] if isinstance(out, jax.ShapeDtypeStruct) else results
