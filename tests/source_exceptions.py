@@ -17,6 +17,7 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
         "Kernels, to be cut into phases.": {
             "detjax/pallas_kernels/attention/api.py:rope_attention": 13,
             "detjax/pallas_kernels/attention/portable.py:rope_attention": 12,
+            "detjax/pallas_kernels/attention/reference.py:rope_attention": 12,
             "detjax/pallas_kernels/attention/sm90.py:decode_new_token": 12,
             "detjax/pallas_kernels/attention/sm90.py:rope_attention": 12,
             "detjax/pallas_kernels/kernel_set.py:rope_attention": 13,

@@ -8,6 +8,7 @@ from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
+from detjax.models.family import Family
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
@@ -25,6 +26,7 @@ _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invari
 TESTED: dict[tuple[str, str, str, str], str] = {
     ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
     ("llama", "bfloat16", "portable", "dvr"): "tests/invariance/test_schedules.py",
+    ("llama", "bfloat16", "reference", "invariant"): "tests/pallas_kernels/test_reference.py",
     ("llama", "bfloat16", "sm90", "invariant"): _SM90,
     ("llama", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
@@ -53,9 +55,24 @@ REFUSED: dict[tuple[str, Backend], str] = {
         "sm90 linear multiplies bfloat16 or float32 activations by bfloat16 weights, not float32 "
         "by float32; use portable"
     ),
+    ("float32", Backend.REFERENCE): (
+        "the reference backend normalises bfloat16, not float32 with float32; use portable"
+    ),
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
+
+REFUSED_EXPERTS = {
+    ("bfloat16", Backend.REFERENCE): (
+        "the reference backend has no mixtures of experts; use portable or sm90"
+    ),
+}
+"""What it refuses besides in families that have mixtures of experts."""
+
+
+def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
+    """Return what backends refuse in a family, by dtype."""
+    return REFUSED if family.experts is None else REFUSED | REFUSED_EXPERTS
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
@@ -83,7 +100,7 @@ def coverage_map(
     def state(name: str, dtype: str, backend: Backend, mode: str) -> str:
         if mode == "fast":
             return "no claim is made"
-        if reason := (own if name == THIS else REFUSED).get((dtype, backend)):
+        if reason := refused[name].get((dtype, backend)):
             return f"refused: {reason}"
         if name != THIS:
             test = TESTED.get((name, dtype, backend.value, mode))
@@ -94,6 +111,7 @@ def coverage_map(
         return "proven here" if is_proven else "not proven"
 
     own = refusals(model.config, model.mesh.shape[TP_AXIS])
+    refused = {THIS: own} | {family.name: refused_in(family) for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [
         (name, dtype, backend.value, mode, state(name, dtype, backend, mode))

@@ -215,8 +215,8 @@ BACKEND = Option(
     name="backend",
     default=AUTO,
     choices=(AUTO, *(backend.value for backend in Backend)),
-    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware. "
-    "It chooses bits",
+    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs, reference gives the bits of "
+    "sm90 on a CPU; auto goes by the hardware. It chooses bits",
 )
 
 # ------------------------------------------------------------------- batch, mesh and schedule
