@@ -229,7 +229,11 @@ FAMILIES: tuple[Family, ...] = (
         qkv_bias=BiasRule.AS_CONFIGURED,
         o_bias=BiasRule.AS_CONFIGURED,
         ropes=RopeRule.SOME_LAYERS,
-        checked={"sliding_window": (None,), "use_sliding_window": (False,)},
+        checked={
+            "pretraining_tp": (1, 2, None),  # of its training, and read by nobody
+            "sliding_window": (None,),
+            "use_sliding_window": (False,),
+        },
         inert=frozenset({"max_window_layers"}),
     ),
     # Phi-3, 3.5 and 4: joined projections, a share of channels rotated, longrope.
@@ -370,7 +374,7 @@ FAMILIES: tuple[Family, ...] = (
         scales_embedding=True,
         tensor_names=_NORMS_AROUND,
         checked=_GEMMA_CHECKED,
-        inert=frozenset({"cache_implementation"}),
+        inert=frozenset({"cache_implementation", "sliding_window_size"}),
     ),
     # Gemma 3 (text): Gemma 2 with norms on the heads of q and k and two rotary bases, no soft caps.
     Family(
