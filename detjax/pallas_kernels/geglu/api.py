@@ -16,9 +16,6 @@ def geglu(gate_up: Activation[Array, "M E"], *, backend: Backend) -> Activation[
         gate_up: This rank's columns of gate, then of up; E = 2 F.
         backend: Which implementation runs.
 
-    Raises:
-        NotImplementedError: On sm90.
-
     Numerics:
         Elementwise in float32, in this order; one rounding. The quotient is
         `g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3)))`.
