@@ -21,6 +21,7 @@ CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
+_FAMILIES = "tests/invariance/test_families.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
     ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
@@ -43,7 +44,14 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("qwen3_moe", "bfloat16", "portable", "dvr"): (
         f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
-}
+    **{
+        (name, "bfloat16", "portable", "invariant"): _FAMILIES
+        for name in (
+            "granite", "smollm3", "phi3", "seed_oss", "glm4", "olmo2", "olmo3", "exaone4", "gemma2",
+            "gemma3_text",
+        )
+    },
+}  # fmt: skip
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""
 
@@ -56,6 +64,15 @@ REFUSED: dict[tuple[str, Backend], str] = {
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
+
+_GEMMA_REFUSED = {
+    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
+}
+REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
+    "gemma2": _GEMMA_REFUSED,
+    "gemma3_text": _GEMMA_REFUSED,
+}
+"""What a backend refuses beside that in the usual sizes of a family."""
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
@@ -83,7 +100,8 @@ def coverage_map(
     def state(name: str, dtype: str, backend: Backend, mode: str) -> str:
         if mode == "fast":
             return "no claim is made"
-        if reason := (own if name == THIS else REFUSED).get((dtype, backend)):
+        refused = own if name == THIS else REFUSED | REFUSED_OF.get(name, {})
+        if reason := refused.get((dtype, backend)):
             return f"refused: {reason}"
         if name != THIS:
             test = TESTED.get((name, dtype, backend.value, mode))
