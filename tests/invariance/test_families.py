@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every claim for families that differ from Llama in more than sizes: golden shapes, own weights.
 
-Widths are those of the golden folders but for the feed-forward layer, which tp must divide.
+Sizes are those of the golden folders but for heads and the feed-forward layer: tp must divide them.
 """
 
 import dataclasses
@@ -51,14 +51,15 @@ CASES = (
 EVERY = pytest.mark.parametrize("case", quick_and_slow(QUICK, CASES))
 
 
-def sizes(batch_size: int, prefill_chunk: int = 64) -> EngineConfig:
+def engine_sizes(batch_size: int, prefill_chunk: int = 64) -> EngineConfig:
     return EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
 
 
 @cache
 def model(case: str, dp: int = 1, tp: int = 1) -> LoadedModel:
     config = load_config(GOLDEN / case)
-    config = dataclasses.replace(config, intermediate_size=128, eos_token_ids=())
+    sizes = {"intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    config = dataclasses.replace(config, **sizes, eos_token_ids=())
     return dummy_model(config, dp=dp, tp=tp)
 
 
@@ -77,7 +78,7 @@ def requests() -> list[Request]:
 @cache
 def alone(case: str) -> list[Completion]:
     """Each request alone on one device: the canonical answers."""
-    return Engine(model(case), sizes(1)).generate(requests())
+    return Engine(model(case), engine_sizes(1)).generate(requests())
 
 
 def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
@@ -97,7 +98,7 @@ def test_probe_depends_on_order(case):
 @EVERY
 def test_batch_and_schedule_change_nothing(case):
     """Eight requests at once, in chunks of other lengths, hit the prefix cache the second time."""
-    config = sizes(8, 48)
+    config = engine_sizes(8, 48)
     engine = Engine(model(case), config)
     assert_same(engine.generate(requests()), alone(case), f"{case} in a batch")
     assert_same(engine.generate(requests()[::-1])[::-1], alone(case), f"{case} from the cache")
@@ -107,7 +108,7 @@ def test_batch_and_schedule_change_nothing(case):
 def test_prefill_and_decode_have_the_same_bits(case):
     """An answer's logprobs, greedy ones, are those of its text as a prompt."""
     done = alone(case)
-    engine = Engine(model(case), sizes(4))
+    engine = Engine(model(case), engine_sizes(4))
     scores = engine.score([c.prompt_token_ids + c.token_ids for c in done], top=0)
     for completion, scored in zip(done, scores, strict=True):
         decoded = np.array([one.logprob for one in scored[-len(completion.token_ids) :]])
@@ -119,7 +120,7 @@ def test_prefill_and_decode_have_the_same_bits(case):
 @pytest.mark.parametrize("mesh", quick_and_slow([(1, 4)], [((1, 2),), ((2, 2),)]), ids=str)
 def test_a_mesh_changes_nothing(case, mesh):
     """On four ranks two key/value heads are there twice."""
-    config = sizes(4)
+    config = engine_sizes(4)
     got = Engine(model(case, *mesh), config).generate(requests())
     assert_same(got, alone(case), f"{case} on {mesh}")
 
@@ -173,7 +174,7 @@ def test_control_an_order_by_company_is_seen(monkeypatch):
     """The comparison of the batch, on its model and its requests, finds other bits."""
     want = alone("olmo3")
     order_by_company(monkeypatch, canonical_rows=64)
-    config = dataclasses.replace(sizes(8, 48), self_check="off")
+    config = dataclasses.replace(engine_sizes(8, 48), self_check="off")
     with pytest.raises(AssertionError, match="olmo3 with the fault"):
         got = Engine(model("olmo3"), config).generate(requests())
         assert_same(got, want, "olmo3 with the fault")
