@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib
 import json
 import math
 import sys
@@ -33,22 +34,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_rope_utils
-from transformers.models.exaone4 import modeling_exaone4
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.gemma3 import modeling_gemma3
-from transformers.models.glm4 import modeling_glm4
-from transformers.models.granite import modeling_granite
 from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.olmo2 import modeling_olmo2
-from transformers.models.olmo3 import modeling_olmo3
-from transformers.models.phi3 import modeling_phi3
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe
-from transformers.models.seed_oss import modeling_seed_oss
-from transformers.models.smollm3 import modeling_smollm3
 
 VOCAB_SIZE = 320
 BOS_ID, EOS_ID = 1, 2
@@ -733,25 +719,12 @@ def float64_everywhere() -> Iterator[None]:
 
     `model.double()` is not enough: RMSNorm, softmax and the rotary tables name float32 themselves.
     """
-    modules = (
-        modeling_exaone4,
-        modeling_gemma2,
-        modeling_gemma3,
-        modeling_glm4,
-        modeling_granite,
-        modeling_olmo2,
-        modeling_olmo3,
-        modeling_phi3,
-        modeling_seed_oss,
-        modeling_smollm3,
-        modeling_llama,
-        modeling_mistral,
-        modeling_mixtral,
-        modeling_qwen2,
-        modeling_qwen3,
-        modeling_qwen3_moe,
-        modeling_rope_utils,
-    )
+    families = {case.model_type.removesuffix("_text") for case in CASES}
+    modules = [
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for name in sorted(families)
+    ]
+    modules.append(modeling_rope_utils)
     tensor_float = torch.Tensor.float
     try:
         for module in modules:

@@ -28,24 +28,7 @@ BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
+ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 
 
 def config_of(family: str = "llama", *, generation: Any = None, **keys):
@@ -517,9 +500,14 @@ def test_unknown_architecture_is_refused_with_the_list(architectures):
 
 
 def test_registry_finds_each_architecture():
-    assert sorted(ARCHITECTURES.values()) == sorted(supported_architectures())
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert sorted(set(names)) == sorted(supported_architectures()) == sorted(names)
     for family, architecture in ARCHITECTURES.items():
         assert find_family([architecture]).name == family
+
+
+def test_every_family_has_a_golden_folder():
+    assert {load_config(GOLDEN / case).family for case in CASES} == set(ARCHITECTURES)
 
 
 def test_model_type_must_go_with_the_architecture():
