@@ -24,7 +24,7 @@ from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.scheme import QuantizationScheme, as_w8a8
-from detjax.models.rope import rope_tables
+from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.host import put_on_devices, take_to_host
@@ -334,9 +334,7 @@ def place_model(
     )
     if max_len is not None and max_len < config.max_position_embeddings:
         config = dataclasses.replace(config, max_position_embeddings=max_len)
-    tables = rope_tables(
-        config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
-    )
+    tables = model_rope_tables(config)
     params = make_params()
     specs = with_packed_specs(specs, params)
     no_exchange = why_no_exchange(mesh, width=config.hidden_size, backend=backend)
