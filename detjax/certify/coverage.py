@@ -22,6 +22,8 @@ CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
+_OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+_FAMILIES = "tests/invariance/test_families.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
     ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
@@ -45,6 +47,11 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("qwen3_moe", "bfloat16", "portable", "dvr"): (
         f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
+    **{
+        (name, "bfloat16", "portable", "invariant"): _FAMILIES
+        for name in (family.name for family in FAMILIES)
+        if name not in _OLDER
+    },
 }
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""
@@ -56,7 +63,7 @@ REFUSED: dict[tuple[str, Backend], str] = {
         "by float32; use portable"
     ),
     ("float32", Backend.REFERENCE): (
-        "the reference backend normalises bfloat16, not float32 with float32; use portable"
+        "the reference backend takes bfloat16, not float32 with float32; use portable"
     ),
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
@@ -69,10 +76,23 @@ REFUSED_EXPERTS = {
 }
 """What it refuses besides in families that have mixtures of experts."""
 
+_GEMMA_REFUSED = {
+    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
+    ("bfloat16", Backend.REFERENCE): (
+        "the reference backend takes bfloat16, not bfloat16 with float32; use portable"
+    ),
+}
+REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
+    "gemma2": _GEMMA_REFUSED,
+    "gemma3_text": _GEMMA_REFUSED,
+}
+"""What a backend refuses beside that in the usual sizes of a family."""
+
 
 def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
     """Return what backends refuse in a family, by dtype."""
-    return REFUSED if family.experts is None else REFUSED | REFUSED_EXPERTS
+    of_experts = {} if family.experts is None else REFUSED_EXPERTS
+    return REFUSED | of_experts | REFUSED_OF.get(family.name, {})
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:

@@ -4,6 +4,7 @@
 from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
+from detjax.pallas_kernels.geglu.reference import geglu as geglu
 from detjax.pallas_kernels.linear.reference import add_partials as add_partials
 from detjax.pallas_kernels.linear.reference import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.reference import defers_norm as defers_norm
@@ -45,6 +46,7 @@ from detjax.pallas_kernels.sampling.reference import choose_token as choose_toke
 from detjax.pallas_kernels.sampling.reference import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.reference import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.reference import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.softcap.reference import softcap as softcap
 from detjax.pallas_kernels.swiglu.reference import swiglu as swiglu
 
 takes_every_model = False

@@ -68,12 +68,16 @@ def _is_exact(source, target) -> bool:
     """Whether a conversion widens a float, or turns a constant of the program into one."""
     if source.weak_type and source.shape == ():
         return True
-    return bool(
-        jnp.issubdtype(source.dtype, jnp.floating)
-        and jnp.promote_types(source.dtype, target.dtype) == target.dtype
-    )
+    if not (_is_float_dtype(source) and _is_float_dtype(target)):
+        return False
+    old, new = jnp.finfo(source.dtype), jnp.finfo(target.dtype)
+    return new.nmant >= old.nmant and new.maxexp >= old.maxexp and new.minexp <= old.minexp
 
 
 def _is_float(variable) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)
+    return _is_float_dtype(variable.aval)
+
+
+def _is_float_dtype(value) -> bool:
+    dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)

@@ -12,14 +12,20 @@ from detjax.pallas_kernels.rope.reference import rope_into_cache
 
 
 def attention(
-    q, pages, page_table, positions, layer: int, *, window: int | None, profile: NumericsProfile
-) -> jax.Array:
+    q, pages, page_table, positions, layer: int,
+    *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """See `api.attention`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16, channels that are no multiple of 16,
-            or another block than 128.
+            another block than 128, or a soft cap.
     """
+    if softcap is not None:
+        raise NotImplementedError(
+            f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
+            "portable"
+        )
     channels = q.shape[3]
     if q.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
         raise NotImplementedError(

@@ -26,7 +26,7 @@ def _product(x, w, leaf_len: int) -> jax.Array:
     w = expanded(w)
     if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the reference backend multiplies bfloat16, not {x.dtype} by {w.dtype}; use portable"
+            f"the reference backend takes bfloat16, not {x.dtype} with {w.dtype}; use portable"
         )
     if leaf_len % 16:
         raise NotImplementedError(

@@ -18,8 +18,7 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
     """
     if x.dtype != jnp.bfloat16 or gain.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the reference backend normalises bfloat16, not {x.dtype} with {gain.dtype}; "
-            "use portable"
+            f"the reference backend takes bfloat16, not {x.dtype} with {gain.dtype}; use portable"
         )
     form = row_sum(x.shape[1])
     return call(
