@@ -15,8 +15,9 @@ import numpy as np
 
 from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import LoadedModel, load_model
+from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import api as linear
@@ -25,7 +26,6 @@ from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
 from detjax.pallas_kernels.swiglu.api import swiglu
-from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import (
     adjusted_requests,
     dummy_config,
@@ -246,8 +246,10 @@ def operation_cases() -> dict[str, Run]:
 
 
 def _bundled(backend: Backend) -> LoadedModel:
-    mesh = make_mesh(1, 1, platform=backend.platform)
-    return load_model(str(bundled_model_path()), profile=PROFILE, mesh=mesh, backend=backend)
+    model, _ = load_on_devices(
+        bundled_model_path(), profile=PROFILE, backend=backend.value, dp=1, tp=1
+    )
+    return model
 
 
 def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Request]]]:
