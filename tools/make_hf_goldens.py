@@ -544,6 +544,19 @@ CASES = (
         ),
     ),
     Case(
+        name="glm",
+        what="glm4 without the norms after",
+        model_type="glm",
+        seed=613,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "pad_token_id": 0,
+            "rope_parameters": {**plain_rope(10000.0), "partial_rotary_factor": 0.5},
+        },
+        control=Control(what="v_proj bias dropped", fill={"v_proj.bias": 0.0}),
+    ),
+    Case(
         name="ernie4_5",
         what="all channels rotated in neighbouring pairs; tied",
         model_type="ernie4_5",

@@ -308,6 +308,16 @@ FAMILIES: tuple[Family, ...] = (
         is_interleaved=True,
         fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     ),
+    # GLM-4 (9B chat, its first form): GLM-4 without the norms after.
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        defaults=_GLM,
+        partial_rotary=0.5,
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        is_interleaved=True,
+        fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
     # ERNIE 4.5 (dense): Llama with rotated pairs of neighbours.
     Family(
         name="ernie4_5",
