@@ -33,8 +33,15 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import LARGEST, QUANTIZED, AnyMatrix, expanded
+from detjax.pallas_kernels.linear.quantized import (
+    LARGEST,
+    QUANTIZED,
+    AnyMatrix,
+    W8A8Matrix,
+    expanded,
+)
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
 
@@ -222,10 +229,14 @@ def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array
 
 
 def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M i"], w: Any, bias) -> jax.Array:
-    """Multiply by weights whose inputs are split over ranks; the sum, on every rank."""
-    out = _product(x, w, jnp.float32 if ctx.tp > 1 else x.dtype)
-    if ctx.tp > 1:
-        out = lax.psum(out, TP_AXIS).astype(x.dtype)
+    """Multiply by weights that are split over ranks; the sum over all inputs, on every rank."""
+    if ctx.tp > 1 and isinstance(w, W8A8Matrix):
+        # Ranks own outputs of such weights.
+        out = gather_columns(_product(gather_columns(x, TP_AXIS), w, x.dtype), TP_AXIS)
+    elif ctx.tp > 1:
+        out = lax.psum(_product(x, w, jnp.float32), TP_AXIS).astype(x.dtype)
+    else:
+        out = _product(x, w, x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)[None]
 
 

@@ -17,7 +17,7 @@ from detjax.models.config import ExpertConfig, Gating, ModelConfig
 from detjax.models.params import kv_layout
 from detjax.models.taps import NO_TAPS, NoTaps, Share, Taps
 from detjax.models.transformer import AfterGains, Stream
-from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
@@ -447,6 +447,30 @@ def parts_in_columns(partial: Float32[Array, "... M D"]) -> Float32[Array, "M X"
     return jnp.moveaxis(partial, 0, 1).reshape(partial.shape[1], -1)
 
 
+def _add_own_outputs(
+    ctx: ForwardContext,
+    x: Activation[Array, "M i"],
+    w: W8A8Matrix,
+    residual: Activation[Array, "R D"],
+    bias: Activation[Array, " D"] | None,
+    reduction: Reduction,
+) -> Activation[Array, "M D"]:
+    """A product of which each rank computes its share of the outputs, from whole rows.
+
+    WHY: a row's greatest value, and the order of a sum of float8, are of all of K. All that ranks
+    exchange are copies, so the bits are those of one rank.
+    """
+    x = gather_columns(x, TP_AXIS)
+    if residual.shape[0] != x.shape[0]:
+        residual = lax.all_gather(residual, TP_AXIS, axis=0, tiled=True)
+    share = w.shape[0]
+    first = lax.axis_index(TP_AXIS) * share
+    own = lax.dynamic_slice_in_dim(residual, first, share, axis=1)
+    own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, first, share)
+    total = linear_add(x, w, own, own_bias, reduction=reduction, backend=ctx.backend)
+    return gather_columns(total, TP_AXIS)
+
+
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
@@ -464,10 +488,13 @@ def row_parallel_norm(
     them in its own launch (few rows). One rank does it in one operation; several add their subtrees
     in between or in the product, in the form that suits the number of rows (see
     `parallel.exchange`; without `exchange` through XLA's collectives). Where rows are many, each
-    rank keeps its own of the residual stream if it may. The bits are the same.
+    rank keeps its own of the residual stream if it may. The bits are the same. Ranks own outputs of
+    8-bit weights that multiply 8-bit activations, not inputs.
     """
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
     eps, backend = ctx.config.rms_norm_eps, ctx.backend
+    if ctx.tp > 1 and isinstance(w, W8A8Matrix):
+        return Stream(residual=_add_own_outputs(ctx, x, w, residual, bias, reduction), x=None)
     if ctx.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
         # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
         # there the kernel that adds the CTAs' subtrees normalises as well.

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from detjax.pallas_kernels.reference_library import PREFIX
+
 MOVES_BITS = frozenset(
     {
         "all_gather", "all_to_all", "argmax", "argmin", "axis_index", "bitcast_convert_type",
@@ -21,9 +23,10 @@ MOVES_BITS = frozenset(
 
 
 def equations_outside_kernels(jaxpr) -> Iterator:
-    """Walk a jaxpr and everything it calls, but not into `pallas_call`."""
+    """Walk a jaxpr and everything it calls, but not kernels: `pallas_call` and C++ of detjax."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
+        name = equation.primitive.name
+        if name == "pallas_call" or name.startswith(PREFIX):
             continue
         inner = list(_inner_jaxprs(equation))
         if not inner:
