@@ -54,7 +54,7 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     },
     **{
         (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
-        for name in ("glm4", "granite", "olmo3")
+        for name in ("exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
     },
 }
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
