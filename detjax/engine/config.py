@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_MODEL = "draft_model"
+EAGLE3 = "eagle3"
+DRAFTS_OF_OTHERS = (DRAFT_MODEL, EAGLE3)
+"""Draft weights that are no form of the model's own."""
 OWN_DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
-DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, DRAFT_MODEL)
+DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, *DRAFTS_OF_OTHERS)
 SELF_CHECKS = ("off", "start", "always")
 
 AGEING_STEPS = 200
@@ -69,7 +72,7 @@ class EngineConfig:
         draft_weights: What drafts are computed with. In `dvr` the weights as they are, or 8-bit
             ones, which take half as much memory again. In `dvr` and `invariant` also
             "draft_model": the weights of a smaller model, which `Engine` is given. It fills a
-            window in one launch.
+            window in one launch. Likewise "eagle3": an EAGLE-3 head.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
             text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
@@ -153,7 +156,7 @@ class EngineConfig:
 
     def _check_drafts(self) -> None:
         """Check what drafts go with."""
-        by_model = self.draft_weights == DRAFT_MODEL
+        by_model = self.draft_weights in DRAFTS_OF_OTHERS
         modes = ("dvr", "invariant") if by_model else ("dvr",)
         if self.draft_weights != "full" and self.mode not in modes:
             needed = " or ".join(map(repr, modes))
@@ -174,8 +177,9 @@ class EngineConfig:
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
         if by_model and (self.verify_window < 2 or self.has_prompt_lookup):
             raise ValueError(
-                f"draft_weights={DRAFT_MODEL!r} needs verify_window={self.verify_window} above 1, "
-                f"a token and its drafts, and has_prompt_lookup={self.has_prompt_lookup} off"
+                f"draft_weights={self.draft_weights!r} needs verify_window={self.verify_window} "
+                "above 1, a token and its drafts, and has_prompt_lookup="
+                f"{self.has_prompt_lookup} off"
             )
         if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
             raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from detjax.engine import trace
-from detjax.engine.config import DRAFT_MODEL, EngineConfig, ReplicaConfig, check_config
+from detjax.engine.config import (
+    DRAFT_MODEL,
+    DRAFTS_OF_OTHERS,
+    EAGLE3,
+    EngineConfig,
+    ReplicaConfig,
+    check_config,
+)
 from detjax.engine.errors import (
     EngineFullError,
     EngineResetError,
@@ -51,6 +58,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
 from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
+from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
@@ -81,7 +89,7 @@ class Engine:
         tracer: trace.TracesEvents = trace.NO_TRACE,
         grammars: Grammars | None = None,
         drafters: abc.Sequence[Drafter] = HOST_DRAFTERS,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ):
         """Allocate the cache.
 
@@ -95,7 +103,7 @@ class Engine:
             grammars: Of the model's tokenizer, for requests with structured output.
             drafters: Sources of drafts on the host, where `config` has `has_prompt_lookup`.
             draft_model: On the mesh of `model`; makes the drafts where `config.draft_weights` is
-                "draft_model", and is not used elsewhere.
+                "draft_model", or "eagle3" of an `EagleHead`, and is not used elsewhere.
 
         Raises:
             ValueError: If sizes do not divide over replicas, the context is too short, or there is
@@ -141,15 +149,22 @@ class Engine:
 
     @staticmethod
     def _checked_draft_model(
-        draft_model: LoadedModel | None, model: LoadedModel, config: EngineConfig
-    ) -> LoadedModel | None:
+        draft_model: AnyDraftModel | None, model: LoadedModel, config: EngineConfig
+    ) -> AnyDraftModel | None:
         """The draft model, if the configuration wants one."""
-        if config.draft_weights != DRAFT_MODEL:
+        if config.draft_weights not in DRAFTS_OF_OTHERS:
             return None
         if draft_model is None:
             raise ValueError(
-                f"draft_weights={DRAFT_MODEL!r} needs a draft model; give Engine(draft_model=...), "
-                "or speculative_config with a model to detjax.LLM"
+                f"draft_weights={config.draft_weights!r} needs a draft model; give "
+                "Engine(draft_model=...), or speculative_config with a model to detjax.LLM"
+            )
+        is_head = isinstance(draft_model, EagleHead)
+        if is_head != (config.draft_weights == EAGLE3):
+            have, needed = ("an EAGLE-3 head", EAGLE3) if is_head else ("a model", DRAFT_MODEL)
+            raise ValueError(
+                f"draft_weights={config.draft_weights!r} does not go with {have} as draft_model; "
+                f"give {needed!r}"
             )
         check_draft_model(draft_model, model, max_len=config.max_len)
         return draft_model

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from detjax.engine.config import DRAFT_MODEL
+from detjax.engine.config import DRAFT_MODEL, DRAFTS_OF_OTHERS
 
-METHODS = ("ngram", DRAFT_MODEL)
-_MODEL_NEEDED = (DRAFT_MODEL,)
+METHODS = ("ngram", *DRAFTS_OF_OTHERS)
 _VERIFY_BATCHES = (1, 8)
 MOST_TOKENS = 64
 """Most drafts of a window. Each counts only if all before it are right."""
@@ -22,8 +21,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: `ngram`: what followed the same tokens earlier in the text. `draft_model`: a
-            smaller model of the same vocabulary.
-        model: A folder in Hugging Face format or a Hugging Face id, of the draft model.
+            smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head of the model.
+        model: A folder in Hugging Face format or a Hugging Face id, of the draft model or head.
         num_speculative_tokens: Drafts of a window.
         disable_by_batch_size: Most sequences that decode at once while drafts are made; 0 sets no
             limit.
@@ -50,7 +49,7 @@ class SpeculativeConfig:
                 raise ValueError(f"{name}={value!r} must be an integer from {least} to {most}")
         if not isinstance(self.model, str):
             raise ValueError(f"model={self.model!r} must be a text")
-        if (self.method in _MODEL_NEEDED) != bool(self.model):
+        if (self.method in DRAFTS_OF_OTHERS) != bool(self.model):
             fix = "give one" if not self.model else "leave it out"
             raise ValueError(f"model={self.model!r} with method={self.method!r}: {fix}")
 
@@ -95,7 +94,7 @@ class SpeculativeConfig:
             options["verify_batches"] = tuple(n for n in _VERIFY_BATCHES if n < most)
         if self.method == "ngram":
             return options | {"has_prompt_lookup": True}
-        return options | {"draft_weights": DRAFT_MODEL}
+        return options | {"draft_weights": self.method}
 
     def __str__(self) -> str:
         """Return it as a line for people."""

@@ -8,7 +8,7 @@ when it is full, late or would end the sequence, and is gone when its verificati
 from collections import abc
 from dataclasses import dataclass
 
-from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
 from detjax.engine.requests.sequence import (
     DecodeRow,
     Sequence,
@@ -47,7 +47,8 @@ class Speculation:
         """
         self._config = config
         self._drafters = drafters
-        self._has_model = config.draft_weights == DRAFT_MODEL
+        self._has_model = config.draft_weights in DRAFTS_OF_OTHERS
+        self._has_head = config.draft_weights == EAGLE3
         self._is_small_share = self._is_small_batch = True
 
     # ------------------------------------------------------------------------------------- drafting
@@ -86,8 +87,9 @@ class Speculation:
             proposes = self._config.has_prompt_lookup and self._is_on
             waits = proposes or seq.guide is not None
             return not (waits and seq.num_in_flight or seq.num_drafts)
-        # What a draft model has missed is computed from the committed tokens.
-        misses = seq.drafter_len is not None and seq.num_in_flight > 0
+        # What a draft model has missed is computed from the committed tokens. A head needs hidden
+        # states first, which a window without drafts leaves.
+        misses = seq.drafter_len is not None and (seq.num_in_flight > 0 or self._has_head)
         return seq.closed_step is None and self._room(seq) > 0 and not misses
 
     def num_wanted(self, seq: Sequence) -> int:
@@ -132,7 +134,9 @@ class Speculation:
         return row
 
     def _room(self, seq: Sequence) -> int:
-        """Drafts that the open window can still take."""
+        """Drafts that the open window can still take; of a head, a window is one launch's."""
+        if self._has_head and seq.num_drafts:
+            return 0
         return self._max_drafts(seq) - seq.num_drafts
 
     def _max_drafts(self, seq: Sequence) -> int:
@@ -183,6 +187,8 @@ class Speculation:
             source=self._config.draft_weights if given is None else given.source,
         )
         seq.num_in_flight += max_committed(row)
+        if self._has_head:
+            seq.drafter_len = None  # it drafts from what this verification leaves
         open_window(seq)
         return row
 
@@ -207,7 +213,7 @@ class Speculation:
         is_drafted = seq.is_drafted and seq.guide is None
         if not (is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
             return False
-        if seq.drafter_len is not None:
+        if seq.drafter_len is not None and not (self._has_head and self.drafts(seq)):
             return False  # its window is empty, and stays so until results have been read
         is_late = seq.num_drafts > 0 and step - seq.opened_step >= self._config.verify_deadline
         if seq.closed_step is None and (is_late or not self.can_decode(seq)):
