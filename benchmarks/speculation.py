@@ -3,6 +3,7 @@
 
 python -m benchmarks.speculation --out speculation.jsonl
 python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --prompts-file FILE.txt
+python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --shapes tiny --backend portable --layers 1 --tokens 16
 
 Without `--model` the weights are random, and no layer of the model but the first `--layers` adds to
@@ -33,12 +34,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.engine.config import EngineConfig
+from detjax.engine.config import DRAFT_MODEL, EAGLE3, EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import SpeculativeConfig
+from detjax.models.eagle.head import AnyDraftModel, EagleHead, load_eagle_head
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.tokenizer import Tokenizer
@@ -53,10 +55,10 @@ _ADDS = {"o", "o_bias", "down", "expert_down"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is measured: a model, its draft models by name, and prompts."""
+    """What is measured: a model, its draft models and heads by name, and prompts."""
 
     model: LoadedModel
-    drafts: dict[str, LoadedModel]
+    drafts: dict[str, AnyDraftModel]
     prompts: list[tuple[int, ...]]
 
 
@@ -96,16 +98,24 @@ def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
 
 
 def loaded_subject(args: argparse.Namespace) -> Subject:
-    """A model and its draft model from folders, and texts."""
+    """A model, its draft model and its head from folders, and texts."""
     folder = find_model(args.model)
     model, _ = load_on_devices(
         folder, profile=NumericsProfile(), backend=args.backend, dp=1, tp=1, max_len=args.max_len
     )
     tokenizer = Tokenizer.from_folder(folder)
-    draft = load_draft_model(args.draft, model=model, tokenizer=tokenizer)
+    drafts: dict[str, AnyDraftModel] = {}
+    if args.draft is not None:
+        drafts[args.draft] = load_draft_model(args.draft, model=model, tokenizer=tokenizer)
+    if args.head is not None:
+        drafts[args.head] = load_eagle_head(args.head, model=model)
     texts = [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
-    prompts = [tuple(tokenizer.encode(texts[i % len(texts)])) for i in range(max(args.batch))]
-    return Subject(model=model, drafts={args.draft: draft}, prompts=prompts)
+    texts = [texts[i % len(texts)] for i in range(max(args.batch))]
+    prompts = [tuple(tokenizer.encode(text)) for text in texts]
+    if args.chat:
+        turns = ([{"role": "user", "content": text}] for text in texts)
+        prompts = [tuple(tokenizer.apply_chat_template(turn)) for turn in turns]
+    return Subject(model=model, drafts=drafts, prompts=prompts)
 
 
 def requests_of(subject: Subject, args: argparse.Namespace, batch: int) -> list[Request]:
@@ -122,7 +132,7 @@ def requests_of(subject: Subject, args: argparse.Namespace, batch: int) -> list[
 
 
 def make_engine(
-    subject: Subject, args: argparse.Namespace, batch: int, method: str, draft: LoadedModel | None
+    subject: Subject, args: argparse.Namespace, batch: int, method: str, draft: AnyDraftModel | None
 ) -> Engine:
     """An engine whose drafts come from one source, or that makes none."""
     options: dict[str, Any] = {}
@@ -142,8 +152,11 @@ def make_engine(
 
 def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
     """Time every source on the same requests; False if a bit differs."""
-    sources: list[tuple[str, str, LoadedModel | None]] = [("none", "", None), ("ngram", "", None)]
-    sources += [("draft_model", name, draft) for name, draft in subject.drafts.items()]
+    sources: list[tuple[str, str, AnyDraftModel | None]] = [("none", "", None), ("ngram", "", None)]
+    sources += [
+        (EAGLE3 if isinstance(draft, EagleHead) else DRAFT_MODEL, name, draft)
+        for name, draft in subject.drafts.items()
+    ]
     asked, expected, base, is_right = requests_of(subject, args, batch), None, 0.0, True
     for method, name, draft in sources:
         engine = make_engine(subject, args, batch, method, draft)
@@ -182,7 +195,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="a folder or id; random weights of --shapes without one")
     parser.add_argument("--draft", help="with --model: the draft model")
+    parser.add_argument("--head", help="with --model: an EAGLE-3 head")
     parser.add_argument("--prompts-file", type=Path, help="with --model: a text a line")
+    parser.add_argument("--chat", action="store_true", help="each text is a turn of a user")
     parser.add_argument("--shapes", choices=MODELS, default="llama3_8b")
     parser.add_argument(
         "--layers", type=int, default=2, help="of the draft model of random weights"
@@ -203,8 +218,8 @@ def main() -> None:
     """Measure; exit 3 if a bit differs from that of no drafts."""
     parser = make_parser()
     args = parser.parse_args()
-    if args.model is not None and not (args.draft and args.prompts_file):
-        parser.error("--model needs --draft and --prompts-file")
+    if args.model is not None and not ((args.draft or args.head) and args.prompts_file):
+        parser.error("--model needs --prompts-file, and --draft or --head")
     backend = Backend(args.backend)
     what = args.model or f"{args.shapes}, {args.layers} layers that add"
     rows = Rows(environment(backend) | {"model": what, "backend": args.backend}, args.out)
