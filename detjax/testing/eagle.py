@@ -5,11 +5,15 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.eagle.config import EagleConfig
-from detjax.models.eagle.head import EagleHead, place_eagle_head, tensor_shapes
+from detjax.models.eagle.head import EagleHead, joined_params, place_eagle_head, tensor_shapes
 from detjax.models.eagle.save import save_eagle_head
 from detjax.models.loading import LoadedModel
 
@@ -51,6 +55,28 @@ def dummy_ids(eagle: EagleConfig) -> np.ndarray:
 def dummy_head(model: LoadedModel, eagle: EagleConfig, *, seed: int = 0) -> EagleHead:
     """A head with random weights, on the mesh of the model that verifies."""
     return place_eagle_head(eagle, dummy_tensors(eagle, seed=seed), dummy_ids(eagle), model=model)
+
+
+def abstract_head(model: LoadedModel, eagle: EagleConfig) -> EagleHead:
+    """A head as shapes, on the mesh of a model of shapes."""
+    dtype, whole = model.profile.param_dtype, NamedSharding(model.mesh, P())
+    tensors = {
+        name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in tensor_shapes(eagle).items()
+    }
+    params = jax.eval_shape(joined_params, tensors)
+    params["draft_ids"] = jax.ShapeDtypeStruct((eagle.draft_vocab_size,), jnp.int32)
+    return EagleHead(
+        eagle=eagle,
+        params={
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole)
+            for name, value in params.items()
+        },
+        rope_tables=model.rope_tables,
+        mesh=model.mesh,
+        profile=model.profile,
+        backend=model.backend,
+        folder=None,
+    )
 
 
 def write_dummy_head(folder: Path, eagle: EagleConfig, *, seed: int = 0) -> Path:
