@@ -39,6 +39,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.eagle.head import AnyDraftModel, EagleHead, load_eagle_head
 from detjax.models.hub import find_model
@@ -136,23 +137,27 @@ def make_engine(
 ) -> Engine:
     """An engine whose drafts come from one source, or that makes none."""
     options: dict[str, Any] = {}
+    drafters = HOST_DRAFTERS
     if method != "none":
-        options = SpeculativeConfig(
+        speculative = SpeculativeConfig(
             method=method,
             model="given" if draft is not None else "",
             num_speculative_tokens=args.drafts,
             disable_by_batch_size=batch,
-        ).engine_options()
+        )
+        options, drafters = speculative.engine_options(), speculative.drafters()
     config = EngineConfig(
         batch_size=batch, prefill_chunk=min(512, args.max_len), max_len=args.max_len,
         self_check="off", **options,
     )  # fmt: skip
-    return Engine(subject.model, config, draft_model=draft)
+    return Engine(subject.model, config, drafters=drafters, draft_model=draft)
 
 
 def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
     """Time every source on the same requests; False if a bit differs."""
-    sources: list[tuple[str, str, AnyDraftModel | None]] = [("none", "", None), ("ngram", "", None)]
+    sources: list[tuple[str, str, AnyDraftModel | None]] = [
+        (name, "", None) for name in ("none", "ngram", "suffix")
+    ]
     sources += [
         (EAGLE3 if isinstance(draft, EagleHead) else DRAFT_MODEL, name, draft)
         for name, draft in subject.drafts.items()

@@ -30,6 +30,7 @@ from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
@@ -228,9 +229,11 @@ class LLM:
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
         )
+        drafters = HOST_DRAFTERS if config.speculative is None else config.speculative.drafters()
         self.engine = Engine(
-            model, config.engine, tracer=tracer, grammars=grammars, draft_model=draft_model
-        )
+            model, config.engine, tracer=tracer, grammars=grammars, drafters=drafters,
+            draft_model=draft_model,
+        )  # fmt: skip
         is_bundled = config.folder == bundled_model_path()
         name = BUNDLED_NAME if is_bundled else config.name
         self._identifier = Identifier(model, tokenizer, name=name)

@@ -314,9 +314,8 @@ SPECULATIVE_CONFIG = Option(
     metavar="JSON",
     help="where drafts come from, which canonical steps verify: the same bits. An object with "
     f"`method` ({', '.join(METHODS)}), `model` of a draft model or an EAGLE-3 head (a folder or a "
-    "Hugging Face id), "
-    "`num_speculative_tokens` (3), and `disable_by_batch_size` (32), the most sequences that "
-    "decode at once while drafts are made",
+    "Hugging Face id), `num_speculative_tokens` (3; 8 of suffix), and `disable_by_batch_size` "
+    "(32), the most sequences that decode at once while drafts are made",
 )
 DECODE_STEPS = of_field(EngineConfig, "decode_steps")
 SELF_CHECK = replace(

@@ -11,6 +11,7 @@ import pytest
 
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
+from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
@@ -279,6 +280,18 @@ def test_prompt_lookup_changes_no_bit(engine, plain):
     assert made.stats().drafts["ngram"].num_windows > 0
 
 
+@pytest.mark.invariance
+def test_suffix_decoding_changes_no_bit_and_drafts_answers_of_before(engine, plain):
+    speculative = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 3})
+    made = engine(drafters=speculative.drafters(), **NGRAM)
+    assert_same(made.generate(requests()), plain)
+    first = made.stats().drafts.get("suffix", DraftCounts())
+    assert_same(made.generate(requests()), plain)
+    both = made.stats().drafts["suffix"]
+    again = both.accepted_tokens - first.accepted_tokens
+    assert again > 0.6 * (both.draft_tokens - first.draft_tokens) > 10
+
+
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_a_draft_outside_the_vocabulary_ends_its_sequence_alone(engine, plain, token):
     class Outside:
@@ -374,6 +387,13 @@ def test_options_that_do_not_go_with_a_draft_model_are_refused(changes, message)
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must"),
         ({"method": "ngram", "disable_by_batch_size": -1}, "disable_by_batch_size=-1 must be"),
         ({"method": "ngram", "tokens": 2}, "'tokens' is no field"),
+        ({"method": "eagle3"}, "model='' with method='eagle3': give one"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "from 2 to 65536"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
+            "suffix_decoding_max_tree_depth is of method='suffix', not 'ngram'",
+        ),
     ],
 )
 def test_a_wrong_speculative_config_is_refused(given, message):

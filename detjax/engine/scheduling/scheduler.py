@@ -125,6 +125,8 @@ class Scheduler:
         if seq.state is SequenceState.RUNNING:
             self._release(seq)
         was_waiting = seq.state is SequenceState.WAITING
+        if seq.state is not SequenceState.DONE:
+            self._speculation.note_end(seq)
         seq.state = SequenceState.DONE
         if was_waiting:
             self._waiting.drop_ended()

@@ -16,7 +16,7 @@ from detjax.engine.requests.sequence import (
     attributing_errors,
     max_committed,
 )
-from detjax.engine.scheduling.drafters import Drafter
+from detjax.engine.scheduling.drafters import Drafter, FollowsSequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +207,12 @@ class Speculation:
                 if drafts is not None:
                     return HostDrafts(source=drafter.name, token_ids=tuple(drafts[:most]))
         return None
+
+    def note_end(self, seq: Sequence) -> None:
+        """Tell the drafters that a sequence has ended."""
+        for drafter in self._drafters:
+            if isinstance(drafter, FollowsSequences):
+                drafter.end(seq)
 
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""
