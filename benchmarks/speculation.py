@@ -144,6 +144,7 @@ def make_engine(
             model="given" if draft is not None else "",
             num_speculative_tokens=args.drafts,
             disable_by_batch_size=batch,
+            is_adaptive=args.adaptive,
         )
         options, drafters = speculative.engine_options(), speculative.drafters()
     config = EngineConfig(
@@ -176,7 +177,8 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
         counts = engine.stats().drafts.get(method, DraftCounts())
         rows.keep(
             subject="speculation", source=method, draft=name, batch=batch,
-            drafts=0 if method == "none" else args.drafts, tokens_per_s=rate,
+            drafts=0 if method == "none" else args.drafts, is_adaptive=args.adaptive,
+            tokens_per_s=rate,
             ratio_to_none=rate / base, acceptance=counts.acceptance,
             tokens_per_window=counts.tokens_per_window, different=different, answers=len(asked),
         )  # fmt: skip
@@ -211,6 +213,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--drafts", type=int, default=3, help="tokens a window")
+    parser.add_argument("--adaptive", action="store_true", help="fewer drafts where that is faster")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a random prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--max-len", type=int, default=1024)

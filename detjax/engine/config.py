@@ -59,6 +59,9 @@ class EngineConfig:
         max_draft_batch: Most sequences that decode at once while drafts of a draft model or of the
             prompt are made. More decode without drafts, as a window of a large batch costs more
             than its drafts save. 0 sets no limit.
+        adapts_drafts: With drafts of a draft model, of a head or of the prompt: how many a window
+            has, or none, by what was quickest at this load (docs/speculation.md). Not in a job of
+            several processes, whose clocks differ.
         decode_steps: Tokens of a sequence in one launch, while all who run decode: the host
             launches once for all of them, which pays where a step takes the host longer than
             the device (small models). They are released together, what comes behind an end
@@ -103,6 +106,7 @@ class EngineConfig:
     verify_deadline: int = 64
     max_draft_fraction: float | None = None
     max_draft_batch: int = 0
+    adapts_drafts: bool = False
     decode_steps: int = 1
     steps_ahead: int | None = None
     draft_weights: str = "full"
@@ -181,6 +185,11 @@ class EngineConfig:
                 "above 1, a token and its drafts, and has_prompt_lookup="
                 f"{self.has_prompt_lookup} off"
             )
+        if self.adapts_drafts and not (by_model or self.has_prompt_lookup):
+            raise ValueError(
+                f"adapts_drafts=True needs has_prompt_lookup, or draft_weights of "
+                f"{DRAFTS_OF_OTHERS}, not {self.draft_weights!r}"
+            )
         if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
             raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
 
@@ -203,6 +212,7 @@ class ReplicaConfig:
         max_tokens_per_step: Most tokens of a step, padding included.
         max_draft_fraction: Most share of drafted sequences among those that decode, at which they
             draft; above it the decode step is canonical and needs no verification.
+        draft_lens: Drafts of a window that can be made, ascending; one where nothing is chosen.
         ageing_steps: Steps of waiting that one level of priority is worth.
         has_prompt_lookup: Sequences that are not drafted wait for each result, so that the host can
             propose drafts from it.
@@ -227,6 +237,8 @@ class ReplicaConfig:
     max_prefill_streak: int
     max_draft_fraction: float
     max_draft_batch: int
+    adapts_drafts: bool
+    draft_lens: tuple[int, ...]
     decode_steps: int
     draft_weights: str
     ageing_steps: int
@@ -294,6 +306,8 @@ class ReplicaConfig:
             max_prefill_streak=config.max_prefill_streak,
             max_draft_fraction=max_draft_fraction(config, steps_beat_xla=steps_beat_xla),
             max_draft_batch=config.max_draft_batch,
+            adapts_drafts=config.adapts_drafts,
+            draft_lens=_draft_lens(config),
             decode_steps=config.decode_steps,
             draft_weights=config.draft_weights,
             ageing_steps=AGEING_STEPS,
@@ -301,6 +315,13 @@ class ReplicaConfig:
             has_prompt_lookup=config.has_prompt_lookup,
             self_check=config.self_check,
         )
+
+
+def _draft_lens(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of drafts among which is chosen: half of a window where fewer cost less."""
+    most = config.verify_window - 1
+    costs_by_draft = config.adapts_drafts and config.draft_weights in DRAFTS_OF_OTHERS
+    return tuple(sorted({max(1, most // 2), most})) if costs_by_draft else (most,)
 
 
 def check_config(config: EngineConfig, dp: int, context: int) -> None:

@@ -5,6 +5,7 @@ Which requests share a step, in which slot, how a prompt is cut and which drafts
 decided by the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -13,6 +14,8 @@ from collections import abc
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from detjax.engine import trace
 from detjax.engine.config import (
@@ -117,6 +120,9 @@ class Engine:
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
         )
+        if jax.process_count() > 1:
+            # WHY: each process plans its own steps, and their clocks differ.
+            replica = dataclasses.replace(replica, adapts_drafts=False)
         draft_model = self._checked_draft_model(draft_model, model, config)
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)

@@ -37,6 +37,7 @@ class SpeculativeConfig:
         num_speculative_tokens: Drafts of a window.
         disable_by_batch_size: Most sequences that decode at once while drafts are made; 0 sets no
             limit.
+        is_adaptive: Fewer drafts, or none, where these were quicker at the same load.
         suffix_decoding_max_tree_depth: Longest suffix that is matched, in tokens.
         suffix_decoding_max_cached_requests: Earlier answers that are matched too; 0 none.
         suffix_decoding_max_spec_factor: Most drafts, in lengths of the suffix that was found.
@@ -50,6 +51,7 @@ class SpeculativeConfig:
     model: str = ""
     num_speculative_tokens: int = 3
     disable_by_batch_size: int = 32
+    is_adaptive: bool = True
     suffix_decoding_max_tree_depth: int = SuffixOptions().max_depth
     suffix_decoding_max_cached_requests: int = SuffixOptions().max_cached
     suffix_decoding_max_spec_factor: float | int = SuffixOptions().max_factor
@@ -69,6 +71,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from {least} to {most}")
+        if not isinstance(self.is_adaptive, bool):
+            raise ValueError(f"is_adaptive={self.is_adaptive!r} must be true or false")
         if not isinstance(self.model, str):
             raise ValueError(f"model={self.model!r} must be a text")
         if (self.method in DRAFTS_OF_OTHERS) != bool(self.model):
@@ -127,6 +131,7 @@ class SpeculativeConfig:
         options: dict[str, Any] = {
             "verify_window": self.num_speculative_tokens + 1,
             "max_draft_batch": most,
+            "adapts_drafts": self.is_adaptive,
             # All that draft are verified in one launch, in each step.
             "verify_patience": 0,
         }

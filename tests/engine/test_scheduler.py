@@ -44,6 +44,8 @@ CONFIG = ReplicaConfig(
     max_prefill_streak=0,
     max_draft_fraction=1.0,
     max_draft_batch=0,
+    adapts_drafts=False,
+    draft_lens=(3,),
     decode_steps=2,
     draft_weights="full",
     ageing_steps=10,
@@ -306,6 +308,9 @@ class Simulation:
         self.failed += batch.failed
         self.device.launch(batch)
         self.scheduler.confirm_launch()
+        # Any times: what was quickest changes from block to block, at the same load.
+        seconds = 0.01 + hash((self.num_steps // 40, self.scheduler.draft_plan.drafts)) % 7
+        self.scheduler.note_step(self.scheduler.draft_plan, seconds=seconds, tokens=1)
         if len(self.device.in_flight) > self.steps_ahead:
             self.device.note_read()
         return batch
@@ -368,6 +373,8 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
         verify_deadline=int(rng.choice([1, 6, 50])),
         max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
         max_draft_batch=int(rng.choice([0, 0, 1, 2])),
+        adapts_drafts=bool((has_model or has_prompt_lookup) and rng.random() < 0.5),
+        draft_lens=tuple(sorted({max(1, (window - 1) // 2), window - 1})),
         draft_weights=str(rng.choice(["draft_model", "eagle3"])) if has_model else "full",
         decode_steps=1 if has_prompt_lookup else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),

@@ -46,7 +46,6 @@ from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import (
     ProgramKey,
     ProgramKind,
-    draft_len,
     leaves_features,
     logit_rows,
     prefill_mode,
@@ -417,7 +416,8 @@ class ModelRunner:
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: KernelMode = "invariant" if is_canonical else "fast"
         if weights in DRAFTS_OF_OTHERS:
-            length, kernels = draft_len(self._config), "fast"
+            length = next(n for n in self._config.draft_lens if n >= most_tokens)
+            kernels = "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
             self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len

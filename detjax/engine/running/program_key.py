@@ -187,11 +187,6 @@ def leaves_features(config: ReplicaConfig, kind: ProgramKind, weights: str) -> b
     return config.draft_weights == EAGLE3 and weights == "full" and kind != "decode"
 
 
-def draft_len(config: ReplicaConfig) -> int:
-    """Drafts of a full window."""
-    return config.verify_window - 1
-
-
 def draft_sizes(config: ReplicaConfig) -> tuple[int, ...]:
     """Rows of the steps of a draft model: those of decode steps, as far as so many draft."""
     most = config.max_draft_batch or config.num_slots
@@ -311,7 +306,8 @@ def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
         (r.is_deterministic or config.mode == "invariant") and r.sampling.structured_output is None
         for r in requests
     )
-    return config.max_draft_fraction >= 1 and is_small and are_drafted
+    may_stop = config.max_draft_fraction < 1 or config.adapts_drafts
+    return not may_stop and is_small and are_drafted
 
 
 def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
@@ -333,7 +329,7 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
     """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
     mode, share = config.mode, config.max_draft_fraction
     has_model = config.draft_weights in DRAFTS_OF_OTHERS
-    may_stop = share < 1 or config.max_draft_batch > 0
+    may_stop = share < 1 or config.max_draft_batch > 0 or config.adapts_drafts
     for rows, length in config.prefill_shapes:
         yield "prefill", rows, length, prefill_mode(config), "full"
     for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
@@ -347,8 +343,8 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
     if has_model:
         for rows, length in config.prefill_shapes:
             yield "prefill", rows, length, "fast", config.draft_weights
-        for rows in draft_sizes(config):
-            yield "decode", rows, draft_len(config), "fast", config.draft_weights
+        for rows, length in itertools.product(draft_sizes(config), config.draft_lens):
+            yield "decode", rows, length, "fast", config.draft_weights
     if _verifies(config):
         for rows in config.verify_sizes:
             yield "verify", rows, config.verify_window, "invariant", "full"

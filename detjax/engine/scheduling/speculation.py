@@ -16,6 +16,7 @@ from detjax.engine.requests.sequence import (
     attributing_errors,
     max_committed,
 )
+from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.scheduling.drafters import Drafter, FollowsSequences
 
 
@@ -25,6 +26,19 @@ class HostDrafts:
 
     source: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftPlan:
+    """What a step drafts.
+
+    Attributes:
+        num_decoding: Sequences that decode.
+        drafts: Of a window that opens; None where the load alone forbids them.
+    """
+
+    num_decoding: int
+    drafts: int | None
 
 
 def open_window(seq: Sequence) -> None:
@@ -50,12 +64,17 @@ class Speculation:
         self._has_model = config.draft_weights in DRAFTS_OF_OTHERS
         self._has_head = config.draft_weights == EAGLE3
         self._is_small_share = self._is_small_batch = True
+        self._choice = (
+            DraftChoice(sorted({0, *config.draft_lens})) if config.adapts_drafts else None
+        )
+        self._num_decoding, self._most = 0, config.verify_window - 1
 
     # ------------------------------------------------------------------------------------- drafting
 
     def switch(self, running: abc.Sequence[Sequence]) -> None:
-        """Draft while few do; once it is off, only when clearly fewer do."""
+        """Draft while few do, and as long as it pays; once it is off, when clearly fewer do."""
         decoding = [s for s in running if s.is_prefilled]
+        self._num_decoding = len(decoding)
         if not decoding:
             return
         share = sum(s.is_drafted for s in decoding) / len(decoding)
@@ -64,11 +83,25 @@ class Speculation:
         most = self._config.max_draft_batch
         scale = 1.0 if self._is_small_batch else 0.8
         self._is_small_batch = not most or len(decoding) <= max(1, scale * most)
+        if self._choice is not None:
+            self._most = self._choice.choose(len(decoding))
+
+    @property
+    def plan(self) -> DraftPlan:
+        """What the last `switch` has decided."""
+        drafts = self._most if self._is_small_share and self._is_small_batch else None
+        return DraftPlan(num_decoding=self._num_decoding, drafts=drafts)
+
+    def note_step(self, plan: DraftPlan, *, seconds: float, tokens: int) -> None:
+        """Note what a step without a prefill took: see `DraftChoice.note`."""
+        if self._choice is not None and plan.num_decoding and plan.drafts is not None:
+            self._choice.note(plan.num_decoding, plan.drafts, seconds=seconds, tokens=tokens)
 
     @property
     def _is_on(self) -> bool:
         """Whether drafts are made at all."""
-        return self._is_small_share and self._is_small_batch
+        pays = self._choice is None or self._most > 0
+        return self._is_small_share and self._is_small_batch and pays
 
     def drafts(self, seq: Sequence) -> bool:
         """Whether a decode step of a sequence makes a draft now."""
@@ -141,7 +174,7 @@ class Speculation:
 
     def _max_drafts(self, seq: Sequence) -> int:
         """Drafts of a full window; one of d drafts may commit d + 1 tokens."""
-        return min(self._config.verify_window, seq.max_len - seq.len_bound) - 1
+        return min(self._most + 1, seq.max_len - seq.len_bound) - 1
 
     # --------------------------------------------------------------------------------- verification
 
