@@ -14,7 +14,7 @@ from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
-from detjax.models.eagle.config import is_eagle_folder
+from detjax.models.eagle.config import refuse_head
 from detjax.models.eagle.head import AnyDraftModel, load_eagle_head
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
@@ -132,8 +132,7 @@ def load_draft_model(
         FileNotFoundError: If a file is missing.
     """
     folder = find_model(name)
-    if is_eagle_folder(folder):
-        raise ValueError(f"{name} is an EAGLE-3 head, no draft model; give method={EAGLE3!r}")
+    refuse_head(folder)
     size, expected = load_config(folder).vocab_size, model.config.vocab_size
     verifier = "the model" if model.folder is None else model.folder.name
     if size != expected:

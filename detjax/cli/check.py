@@ -58,7 +58,12 @@ def _other_run(
     changes = {"batch_size": batch_size, "prefill_chunk": min(chunk, _LONGEST_CHUNK)}
     has_drafts = mode == "dvr" or asked.get("draft_weights") in DRAFTS_OF_OTHERS
     if has_drafts and not number % 2:
-        changes |= {"mode": "invariant", "decode_steps": 1, "draft_weights": "full"}
+        changes |= {
+            "mode": "invariant",
+            "decode_steps": 1,
+            "draft_weights": "full",
+            "adapts_drafts": False,
+        }
     order_name, order = _other_order(number, len(batch.requests))
     num_neighbours = max(0, batch_size - len(batch.seqs))
     before = num_neighbours * (number % 3) // 2

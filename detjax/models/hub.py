@@ -9,7 +9,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
-from detjax.models.eagle.config import check_is_head
+from detjax.models.eagle.config import check_is_head, refuse_head
 from detjax.models.folder_kind import check_kind
 from detjax.models.hf_config import load_config
 from detjax.models.weights.files import check_files
@@ -55,6 +55,7 @@ def check_model(name: str | Path, *, revision: str | None = None, is_head: bool 
     if is_head:
         check_is_head(folder)
     else:
+        refuse_head(folder)
         load_config(folder)
 
 

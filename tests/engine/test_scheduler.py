@@ -374,7 +374,7 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
         max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
         max_draft_batch=int(rng.choice([0, 0, 1, 2])),
         adapts_drafts=bool((has_model or has_prompt_lookup) and rng.random() < 0.5),
-        draft_lens=tuple(sorted({max(1, (window - 1) // 2), window - 1})),
+        draft_lens=(*[(window - 1) // 2] * (has_model and window > 2), window - 1),
         draft_weights=str(rng.choice(["draft_model", "eagle3"])) if has_model else "full",
         decode_steps=1 if has_prompt_lookup else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),

@@ -57,10 +57,18 @@ class EagleConfig:
     norm_before_residual: bool
 
 
-def is_eagle_folder(folder: Path) -> bool:
-    """Whether the `config.json` of a folder is that of an EAGLE-3 head, right or wrong."""
+def refuse_head(folder: Path) -> None:
+    """Refuse a folder of an EAGLE-3 head where a model is wanted.
+
+    Raises:
+        ValueError: If its `config.json` is that of a head, right or wrong.
+    """
     path = folder / "config.json"
-    return path.is_file() and _is_head(read_object(path))
+    if path.is_file() and _is_head(read_object(path)):
+        raise ValueError(
+            f"{folder} is an EAGLE-3 head, not a model; give it as the model of a "
+            "--speculative-config (speculative_config) with the method 'eagle3'"
+        )
 
 
 def check_is_head(folder: Path) -> None:
