@@ -135,7 +135,7 @@ def test_several_tokens_a_launch_and_drafts_that_stop_and_begin_again_change_no_
 
 
 @pytest.mark.invariance
-def test_drafts_go_on_after_preemption_a_found_prefix_and_sleep(engine):
+def test_drafts_go_on_after_preemption_a_found_prefix_sleep_and_other_weights(engine):
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(0, VOCAB, 140))
     asked = [Request(prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=30))] * 2
     expected = engine().generate(asked)
@@ -151,6 +151,20 @@ def test_drafts_go_on_after_preemption_a_found_prefix_and_sleep(engine):
     made.sleep()
     made.wake_up()
     assert_same(made.generate(asked), expected)
+    made.load_weights(dummy_model(MODEL).params, version=1)  # the same, in other arrays
+    before = made.stats().num_windows
+    assert_same(made.generate(asked), expected)
+    assert made.stats().num_windows > before + 10
+
+
+@pytest.mark.invariance
+def test_a_head_beside_logprobs_of_a_prompt_changes_no_bit(engine):
+    sampling = SamplingParams(max_tokens=20, prompt_logprobs=2, logprobs=2)
+    asked = [Request(prompt_token_ids=(1, 2, 3, 4, 5) * 15, sampling=sampling)]
+    expected, actual = engine().generate(asked), engine(**EAGLE3).generate(asked)
+    assert_same(actual, expected)
+    assert actual[0].prompt_logprobs == expected[0].prompt_logprobs
+    assert actual[0].top_logprobs == expected[0].top_logprobs
 
 
 @pytest.mark.invariance
