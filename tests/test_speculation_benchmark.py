@@ -27,7 +27,7 @@ def measured(monkeypatch, tmp_path) -> tuple[object, list[dict]]:
 def test_every_source_is_timed_and_compared(monkeypatch, tmp_path):
     code, rows = measured(monkeypatch, tmp_path)
     assert code == 0
-    assert [row["source"] for row in rows] == ["none", "ngram", "draft_model"]
+    assert [row["source"] for row in rows] == ["none", "ngram", "suffix", "draft_model"]
     assert all(row["different"] == 0 and row["tokens_per_s"] > 0 for row in rows)
     assert rows[-1]["acceptance"] > 0.9, "the layers behind the first add nothing"
 
