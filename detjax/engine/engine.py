@@ -99,7 +99,8 @@ class Engine:
         Args:
             model: On its mesh.
             config: Sizes and policies.
-            candidates: Replaces the drafts of `dvr`, to test that no draft can change an answer.
+            candidates: Replaces the drafts of `dvr` and of a head, to test that no draft can
+                change an answer.
             programs: `programs` of another engine of this model and these sizes, whose compiled
                 programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.

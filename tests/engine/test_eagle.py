@@ -168,6 +168,40 @@ def test_a_head_beside_logprobs_of_a_prompt_changes_no_bit(engine):
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("kind", "acceptance"), [("right", 1.0), ("late", 0.3), ("half", 0.6), ("wrong", 0.0)]
+)
+def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, acceptance):
+    """Windows are accepted whole, or wrong from any place on; drafts go on behind the end."""
+    sampling = SamplingParams(max_tokens=70, temperature=0.9, seed=4)
+    asked = [Request(prompt_token_ids=(1, 5, 2) * 25, sampling=sampling)]
+    (expected,) = Engine(model, EngineConfig(**SIZES), programs=programs).generate(asked)
+    text = np.array([*asked[0].prompt_token_ids, *expected.token_ids, *range(WINDOW)], np.int32)
+    tables = {
+        "right": text,
+        "late": np.roll(text, 1),
+        "half": np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text),
+        "wrong": (text + 1) % VOCAB,
+    }
+
+    def candidates(token_ids, positions):
+        return jnp.asarray(tables[kind])[jnp.clip(positions, 0, len(text) - 1)]
+
+    known = ProgramCache(
+        model, num_pages=PAGES, num_slots=2, window_len=WINDOW, candidates=candidates,
+        others=programs, draft_model=head,
+    )  # fmt: skip
+    made = Engine(model, EngineConfig(**SIZES, **EAGLE3), programs=known, draft_model=head)
+    assert_same(made.generate(asked), [expected])
+    counts = made.stats().drafts["eagle3"]
+    assert (
+        counts.acceptance <= acceptance
+        if kind == "late"
+        else (abs(counts.acceptance - acceptance) < 0.15)
+    )
+
+
+@pytest.mark.invariance
 def test_a_head_on_two_replicas_changes_no_bit(plain):
     model = dummy_model(MODEL, dp=2)
     sizes = SIZES | {"batch_size": 4, "num_pages": 2 * PAGES}

@@ -6,6 +6,8 @@ the hidden states of position p and the token behind it; it lies on the page of 
 a draft model, slots, page tables and sampling parameters are those of the model that verifies.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,6 +115,7 @@ class HeadPrograms:
         num_pages: int,
         slots: Slots,
         sampling: SamplingRows,
+        candidates: Callable,
     ):
         """Describe nothing yet.
 
@@ -122,7 +125,9 @@ class HeadPrograms:
             num_pages: Cache pages over all replicas.
             slots: Shapes over all replicas.
             sampling: Shapes over all replicas.
+            candidates: Replaces drafts, as `ProgramCache` has it.
         """
+        self._candidates = candidates
         self.model, self._target = head, model
         self._slots, self._sampling = slots, sampling
         shared: dict = {"profile": model.profile, "backend": model.backend, "tp": 1}
@@ -279,4 +284,5 @@ class HeadPrograms:
         logits = draft_logits(ctx, params, hidden, width=width)
         # The noise of the token that will be verified, as a draft model has it.
         choice = choose(ctx, logits, rows, position, num_top=0, with_filters=False)
-        return pages, hidden, pack_choice(choice)
+        token_ids = self._candidates(choice.token_ids, position)
+        return pages, hidden, pack_choice(dataclasses.replace(choice, token_ids=token_ids))

@@ -173,7 +173,8 @@ class ProgramCache:
             num_pages: Cache pages over all replicas.
             num_slots: Slots over all replicas.
             window_len: Tokens of a verified window.
-            candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
+            candidates: Replaces drafts of `dvr` and of a head, for tests of disagreement; traced
+                into the step that makes them.
             others: Programs of this model and these sizes with other candidates: their prefills,
                 which make no drafts, are used here too.
             draft_model: Or EAGLE-3 head. Makes drafts for `model`, on its mesh.
@@ -206,6 +207,7 @@ class ProgramCache:
             case None:
                 return None
             case EagleHead():
+                shapes["candidates"] = self._candidates
                 return HeadPrograms(draft_model, self._model, num_pages=self.num_pages, **shapes)
         return DraftPrograms(draft_model, num_pages=self.num_pages, **shapes)
 
