@@ -5,12 +5,17 @@ python -m benchmarks.speculation --out speculation.jsonl
 python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --shapes tiny --backend portable --layers 1 --tokens 16
+python -m benchmarks.speculation --replay 0.74 --drafts 4
 
 Without `--model` the weights are random, and no layer of the model but the first `--layers` adds to
 the residual stream. The draft model is these layers, so it agrees with the model as a good draft
 model would, at the cost of a small one. `--noise` makes it worse: it is added to the draft model's
 last matrix, in units of the matrix's own deviation. Each batch and source answers the same
-requests, greedy and sampled. Exits with 3 if a bit differs.
+requests, greedy and sampled.
+
+`--replay` times an EAGLE-3 head of these shapes, with a draft vocabulary of 32000. Its weights are
+zeros, and each draft is replaced by the token of the answer, or by another one: it is right with
+this probability. All rows of a batch answer one prompt greedily. Exits with 3 if a bit differs.
 """
 
 import argparse
@@ -39,9 +44,16 @@ from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.programs import Candidates, keep_candidates
 from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
-from detjax.models.eagle.head import AnyDraftModel, EagleHead, load_eagle_head
+from detjax.models.eagle.head import (
+    AnyDraftModel,
+    EagleHead,
+    load_eagle_head,
+    place_eagle_head,
+    tensor_shapes,
+)
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.tokenizer import Tokenizer
@@ -49,6 +61,7 @@ from detjax.numerics import NumericsProfile
 from detjax.opening import load_draft_model, load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.testing.eagle import dummy_eagle, dummy_ids
 
 _ADDS = {"o", "o_bias", "down", "expert_down"}
 """Weights of a layer whose products are added to the residual stream."""
@@ -87,15 +100,15 @@ def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
     for layer in model.params["layers"][args.layers :]:
         for name in _ADDS & layer.keys():
             layer[name] = jnp.zeros_like(layer[name])
+    drafts: dict[str, AnyDraftModel] = {
+        f"noise {noise:g}": first_layers(model, args.layers, noise) for noise in args.noise
+    }
+    if args.replay is not None:
+        drafts = {"replayed": replaying_head(model)}
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, config.vocab_size, (max(args.batch), args.prompt))
-    return Subject(
-        model=model,
-        drafts={
-            f"noise {noise:g}": first_layers(model, args.layers, noise) for noise in args.noise
-        },
-        prompts=[tuple(ids) for ids in prompts.tolist()],
-    )
+    prompts = [tuple(ids) for ids in prompts.tolist()]
+    return Subject(model=model, drafts=drafts, prompts=prompts)
 
 
 def loaded_subject(args: argparse.Namespace) -> Subject:
@@ -133,7 +146,12 @@ def requests_of(subject: Subject, args: argparse.Namespace, batch: int) -> list[
 
 
 def make_engine(
-    subject: Subject, args: argparse.Namespace, batch: int, method: str, draft: AnyDraftModel | None
+    subject: Subject,
+    args: argparse.Namespace,
+    batch: int,
+    method: str,
+    draft: AnyDraftModel | None,
+    candidates: Candidates = keep_candidates,
 ) -> Engine:
     """An engine whose drafts come from one source, or that makes none."""
     options: dict[str, Any] = {}
@@ -151,7 +169,63 @@ def make_engine(
         batch_size=batch, prefill_chunk=min(512, args.max_len), max_len=args.max_len,
         self_check="off", **options,
     )  # fmt: skip
-    return Engine(subject.model, config, drafters=drafters, draft_model=draft)
+    return Engine(
+        subject.model, config, candidates=candidates, drafters=drafters, draft_model=draft
+    )
+
+
+def replaying_head(model: LoadedModel) -> EagleHead:
+    """A head of a model's shapes whose drafts nobody looks at."""
+    eagle = dummy_eagle(model.config, draft_vocab_size=min(32000, model.config.vocab_size))
+    num_layers = model.config.num_layers
+    layers = 1, max(1, num_layers // 2), num_layers - 1
+    eagle = dataclasses.replace(eagle, feature_layers=layers)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(eagle).items()}
+    return place_eagle_head(eagle, tensors, dummy_ids(eagle), model=model)
+
+
+def replayed(
+    prompt: Sequence[int], answer: Sequence[int], *, share: float, vocab_size: int
+) -> Candidates:
+    """Drafts of a known text, each right with a probability."""
+    text = np.array([*prompt, *answer], np.int32)
+    is_right = np.random.default_rng(1).random(len(text)) < share
+    drafts = jnp.asarray(np.where(is_right, text, (text + 1) % vocab_size))
+
+    def candidates(token_ids, positions):
+        return drafts[jnp.clip(positions, 0, len(text) - 1)]
+
+    return candidates
+
+
+def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
+    """Time a head whose acceptance is given; False if a bit differs."""
+    prompt, model = subject.prompts[0], subject.model
+    sampling = SamplingParams(max_tokens=args.tokens, temperature=0.0)
+    asked = [Request(prompt_token_ids=prompt, sampling=sampling)] * batch
+    expected, base, is_right, candidates = None, 0.0, True, keep_candidates
+    for method, head in (("none", None), (EAGLE3, subject.drafts["replayed"])):
+        engine = make_engine(subject, args, batch, method, head, candidates=candidates)
+        engine.compile(requests=asked)
+        answers = engine.generate(asked)  # also warms up
+        expected = expected or answers
+        rate = statistics.median(rate_of(engine, asked) for _ in range(args.rounds))
+        base = rate if method == "none" else base
+        pairs = zip(answers, expected, strict=True)
+        different = sum(one.digest() != other.digest() for one, other in pairs)
+        counts = engine.stats().drafts.get(method, DraftCounts())
+        rows.keep(
+            subject="speculation", source=method, draft="replayed", batch=batch,
+            drafts=0 if method == "none" else args.drafts, is_adaptive=args.adaptive,
+            tokens_per_s=rate, ratio_to_none=rate / base, acceptance=counts.acceptance,
+            tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
+        )  # fmt: skip
+        is_right &= different == 0
+        candidates = replayed(
+            prompt, expected[0].token_ids, share=args.replay, vocab_size=model.config.vocab_size
+        )
+        del engine
+    return is_right
 
 
 def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
@@ -210,6 +284,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--layers", type=int, default=2, help="of the draft model of random weights"
     )
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 1.0])
+    parser.add_argument("--replay", type=float, help="how often a draft is right, from 0 to 1")
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--drafts", type=int, default=3, help="tokens a window")
@@ -226,13 +301,16 @@ def main() -> None:
     """Measure; exit 3 if a bit differs from that of no drafts."""
     parser = make_parser()
     args = parser.parse_args()
+    if args.replay is not None and args.model is not None:
+        parser.error("--replay is of random weights; leave --model out")
     if args.model is not None and not ((args.draft or args.head) and args.prompts_file):
         parser.error("--model needs --prompts-file, and --draft or --head")
     backend = Backend(args.backend)
     what = args.model or f"{args.shapes}, {args.layers} layers that add"
     rows = Rows(environment(backend) | {"model": what, "backend": args.backend}, args.out)
     subject = loaded_subject(args) if args.model is not None else random_subject(args, backend)
-    results = [measure(subject, args, batch, rows) for batch in args.batch]
+    measured = measure if args.replay is None else measure_replay
+    results = [measured(subject, args, batch, rows) for batch in args.batch]
     sys.exit(0 if all(results) else 3)
 
 

@@ -328,6 +328,12 @@ def test_a_head_where_a_model_is_wanted_is_refused(model, head):
         Engine(model, EngineConfig(**SIZES, **EAGLE3), draft_model=dummy_model(MODEL))
 
 
+def test_a_head_that_reads_layers_which_there_are_not_is_refused(model):
+    eagle = dataclasses.replace(HEAD, feature_layers=(1, 2, 4))
+    with pytest.raises(ValueError, match=r"\(1, 2, 4\) must be from 1 to 3: the model has 4"):
+        dummy_head(model, eagle)
+
+
 def test_a_head_on_ranks_that_share_layers_is_refused():
     with pytest.raises(ValueError, match="EAGLE-3 head with tp=2 is not supported"):
         dummy_head(dummy_model(MODEL, tp=2), HEAD)

@@ -250,13 +250,20 @@ def place_eagle_head(
         folder: Where the head was read.
 
     Raises:
-        ValueError: If ranks share the model's layers, or its kernels refuse the head's layer.
+        ValueError: If ranks share the model's layers, it has no such layers to read, or its
+            kernels refuse the head's layer.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
     if tp > 1:
         raise ValueError(
             f"an EAGLE-3 head with {tp=} is not supported: ranks would have to share the hidden "
             "states; use tp=1, and dp for more devices"
+        )
+    num_layers = model.config.num_layers
+    if not all(1 <= layer < num_layers for layer in eagle.feature_layers):
+        raise ValueError(
+            f"feature_layers={eagle.feature_layers} must be from 1 to {num_layers - 1}: the model "
+            f"has {num_layers} layers, and the output of the last one is not read"
         )
     refused = why_unsupported(eagle.layer, profile, model.backend, tp)
     if refused is not None:
