@@ -520,6 +520,18 @@ MUTANTS = (
         tests=(f"{SPECULATION}::test_a_draft_model_that_agrees_has_no_hole_in_its_cache",),
     ),
     Mutant(
+        name="head-has-holes",
+        fault="a head keeps its own entries of accepted drafts, and reads no hidden state of them",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="is_token = (start[:, None] >= 0) & (step_idx < count[:, None])",
+                new="is_token = (start[:, None] >= 0) & (step_idx == count[:, None] - 1)",
+            ),
+        ),
+        tests=("tests/engine/test_eagle.py::test_drafts_are_those_of_the_head_on_the_whole_text",),
+    ),
+    Mutant(
         name="draft-model-misses-tokens",
         fault="a draft model does not read what was made while drafts were off",
         edits=(
