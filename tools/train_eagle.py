@@ -18,6 +18,7 @@ This is a trainer, not the canonical path: its arithmetic makes no claim. Needs 
 
 import argparse
 import dataclasses
+import gc
 import os
 import sys
 import time
@@ -52,6 +53,8 @@ from detjax.sizing import choose_sizes
 
 type Tensors = dict[str, jax.Array]
 
+_BEGIN_S = time.perf_counter()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
@@ -62,8 +65,8 @@ class Text:
 
 
 def note(text: str) -> None:
-    """Tell the one who waits."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell the one who waits, with the seconds since the start."""
+    print(f"{time.perf_counter() - _BEGIN_S:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 # Texts --------------------------------------------------------------------------------------------
@@ -367,7 +370,7 @@ def evaluate(
     """Print how the engine drafts with the head that was written; False if a bit differs."""
     head = load_eagle_head(str(args.out), model=model)
     speculative = SpeculativeConfig(
-        method=EAGLE3, model=str(args.out), num_speculative_tokens=args.drafts
+        method=EAGLE3, model=str(args.out), num_speculative_tokens=args.drafts, is_adaptive=False
     )
     asked = answer_requests(prompts, args.length)
     sizes = sizes_of(model, args, args.held_out_batch)
@@ -432,14 +435,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = file_prompts(args, tokenizer)
     else:
         prompts = own_prompts(engine, model, tokenizer, args)
+    note(f"{len(prompts)} prompts")
     num_held_out = min(args.held_out, max(1, len(prompts) // 10))
     texts = answer(engine, prompts[num_held_out:], args.length)
-    del engine  # and its cache
+    del engine
+    gc.collect()  # and its cache
     eagle = new_head(model, args)
     ids = frequent_tokens(texts, eagle)
     tensors = train(model, eagle, ids, texts, args)
     rounded = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_eagle_head(args.out, eagle, rounded, ids)
+    note(f"written to {args.out}")
     return 0 if evaluate(model, prompts[:num_held_out], args) else 3
 
 
