@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from detjax.models.eagle.config import default_feature_layers, load_eagle_config
 from detjax.models.eagle.head import load_eagle_head
+from detjax.models.hub import check_model
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, write_dummy_head
 
@@ -178,3 +179,11 @@ def test_a_folder_without_weights_or_configuration_is_named(model, tmp_path, fol
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="give the folder of an EAGLE-3 head"):
         load_eagle_head(str(tmp_path / "empty"), model=model)
+
+
+def test_a_head_is_no_model_and_a_model_is_no_head(folder):
+    check_model(folder, is_head=True)
+    with pytest.raises(ValueError, match="is an EAGLE-3 head, not a model; give it as the model"):
+        check_model(folder)
+    with pytest.raises(ValueError, match="is no EAGLE-3 head: there is neither"):
+        check_model("novels-6m", is_head=True)
