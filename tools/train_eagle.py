@@ -40,12 +40,13 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import SpeculativeConfig
-from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, default_feature_layers
+from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, default_feature_layers, layer_like
 from detjax.models.eagle.features import text_features
 from detjax.models.eagle.head import joined_params, load_eagle_head, tensor_shapes
 from detjax.models.eagle.save import save_eagle_head
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
+from detjax.models.rope import rope_tables
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_on_devices
@@ -166,12 +167,8 @@ def new_head(model: LoadedModel, args: argparse.Namespace) -> EagleConfig:
     config = model.config
     num_drafted = min(args.draft_vocab_size or config.vocab_size, config.vocab_size)
     layers = tuple(args.layers) if args.layers else _layers_of(config.num_layers)
-    layer = dataclasses.replace(
-        config.with_layers([0]), qk_norm=False, qkv_bias=False, o_bias=False, experts=None,
-        tie_word_embeddings=False, sliding_windows=(None,), family="llama",
-    )  # fmt: skip
     return EagleConfig(
-        layer=layer,
+        layer=layer_like(config),
         feature_layers=layers,
         target_hidden_size=config.hidden_size,
         draft_vocab_size=num_drafted,
@@ -324,6 +321,8 @@ def train(
     """Train until the steps or the seconds are over."""
     tensors = first_tensors(model, eagle, ids, args.seed)
     features_of = text_features(model, eagle.feature_layers, (args.batch_size, args.length))
+    layer = eagle.layer
+    tables = rope_tables(layer.rope, head_dim=layer.head_dim, max_len=args.length)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, args.learning_rate, min(50, args.steps // 10 + 1), args.steps, args.learning_rate / 20
     )
@@ -349,7 +348,7 @@ def train(
         task = bar.add_task("training", total=args.steps, told="")
         for step, (tokens, labels) in enumerate(batches(texts, ids, eagle, args), start=1):
             tensors, state, loss, rights = update(
-                tensors, state, model.params["embed"], model.rope_tables, features_of(tokens),
+                tensors, state, model.params["embed"], tables, features_of(tokens),
                 tokens, labels,
             )  # fmt: skip
             is_over = step == args.steps or time.perf_counter() - begin_s > args.seconds

@@ -143,7 +143,7 @@ class KernelSet(Protocol):
 
     def attention(
         self, q, pages, page_table, positions, layer: int,
-        *, window: int | None, profile: NumericsProfile,
+        *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
     ) -> jax.Array:  # fmt: skip
         """See `attention.api.attention`."""
         ...
@@ -157,6 +157,14 @@ class KernelSet(Protocol):
 
     def swiglu(self, gate_up) -> jax.Array:
         """See `swiglu.api.swiglu`."""
+        ...
+
+    def geglu(self, gate_up) -> jax.Array:
+        """See `geglu.api.geglu`."""
+        ...
+
+    def softcap(self, logits, *, cap: float) -> jax.Array:
+        """See `softcap.api.softcap`."""
         ...
 
     def route(

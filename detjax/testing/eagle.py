@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small EAGLE-3 heads with random weights, and what they draft, computed in another way."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.eagle.config import EagleConfig
+from detjax.models.config import ModelConfig
+from detjax.models.eagle.config import EagleConfig, layer_like
 from detjax.models.eagle.head import EagleHead, joined_params, place_eagle_head, tensor_shapes
 from detjax.models.eagle.save import save_eagle_head
 from detjax.models.loading import LoadedModel
@@ -22,11 +21,8 @@ def dummy_eagle(
     target: ModelConfig, *, draft_vocab_size: int, norm_before_residual: bool = False
 ) -> EagleConfig:
     """A head of a model of at least 4 layers, of the model's width and heads."""
-    layer = dataclasses.replace(
-        target.with_layers([0]), family="llama", rope=RopeConfig(theta=10000.0)
-    )
     return EagleConfig(
-        layer=layer,
+        layer=layer_like(target),
         feature_layers=(1, 2, 3),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab_size,

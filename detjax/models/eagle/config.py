@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detjax.models.config import ModelConfig
+from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.hf_config import config_from_hf, read_object
 from detjax.models.hf_values import flag_of, int_of
 
@@ -118,6 +118,30 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
             f"{_LAYER_IDS}"
         )
     return layers
+
+
+def layer_like(target: ModelConfig) -> ModelConfig:
+    """Describe the layer of a new head: Llama's, with the sizes of a model's layers."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=RopeConfig(theta=target.rope.theta),
+        max_position_embeddings=target.max_position_embeddings,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,),
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
 
 
 def eagle_config_from_hf(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
