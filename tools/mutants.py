@@ -83,8 +83,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{ENGINE}/step_loop.py",
-                old="finished = self._in_flight.popleft() if",
-                new="finished = self._in_flight.pop() if",
+                old="self._finish(*self._in_flight.popleft())",
+                new="self._finish(*self._in_flight.pop())",
             ),
         ),
         tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
