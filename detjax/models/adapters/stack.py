@@ -84,6 +84,10 @@ def open_adapters(model: LoadedModel, sizes: AdapterSizes) -> LoadedModel:
         ValueError: If the model, its numerics or its kernels do not go with adapters.
     """
     check_can_adapt(model.config)
+    if jax.process_count() > 1:
+        raise ValueError(
+            "adapters in a job of several processes are not supported; leave enable_lora out"
+        )
     if model.matrix_form is MatrixForm.W8A8:
         raise ValueError(
             "adapters with quantized_weights='w8a8' are not supported; use 'auto' or 'expanded'"
