@@ -439,7 +439,7 @@ def _add_adapters(
         leaf_sums, slots, w.stack.scales,
         out_dtype=ctx.profile.activation_dtype, backend=ctx.backend,
     )  # fmt: skip
-    return lora_add(base, h, w.stack.b, slots, out_dtype=out_dtype, backend=ctx.backend)
+    return lora_add(base, h, w.stack.b, out_dtype=out_dtype, backend=ctx.backend)
 
 
 def _adapted_row_parallel(

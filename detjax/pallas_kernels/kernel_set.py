@@ -121,7 +121,7 @@ class KernelSet(Protocol):
         """See `lora.api.lora_hidden`."""
         ...
 
-    def lora_add(self, base, h, b, slots, *, out_dtype: jnp.dtype) -> jax.Array:
+    def lora_add(self, base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
         """See `lora.api.lora_add`."""
         ...
 

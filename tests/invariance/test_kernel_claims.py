@@ -558,14 +558,13 @@ def _cases() -> dict[str, Case]:
         ),
         "lora_add": Case(
             kernel=lora_add,
-            call=lambda base, h, slots: lora_add(base, h, lora_b, slots, out_dtype=BF16, **ON),
-            rows=(f32(draw, M, 512), bf16(draw, M, 192), lora_slots),
+            call=lambda base, h: lora_add(base, h, lora_b, out_dtype=BF16, **ON),
+            rows=(f32(draw, M, 512), bf16(draw, M, 192)),
             slices=lambda rank, ranks: (
-                lambda base, h, slots: lora_add(
+                lambda base, h: lora_add(
                     base[:, _columns(ranks, rank, 512)],
                     h,
                     lora_b[_columns(ranks, rank, 512)],
-                    slots,
                     out_dtype=BF16,
                     **ON,
                 ),

@@ -39,7 +39,7 @@ class ResidentAdapters:
         if SLOTS in model.params[ADAPTERS]:
             raise ValueError(
                 "another engine fills the slots for adapters of this model; give each engine a "
-                "model of its own by open_adapters"
+                "model of its own by share_adapters"
             )
         model.params[ADAPTERS] = {**model.params[ADAPTERS], SLOTS: self._place()}
 

@@ -73,6 +73,11 @@ class PeftConfig:
         """The rank of a module's adapter."""
         return _by_pattern(self.rank_pattern, module, self.rank)
 
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of a module's adapter."""
+        return max(self.rank, *self.rank_pattern.values())
+
     def scale_of(self, module: str) -> np.float32:
         """What multiplies a module's `A x`, rounded once to float32."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)

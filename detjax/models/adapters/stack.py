@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
+from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
 from detjax.models.adapters.adapter import Adapter, LowRank, check_can_adapt
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
@@ -46,8 +47,8 @@ class AdapterSizes:
         ValueError: If a value is out of range.
     """
 
-    max_loras: int = 8
-    max_lora_rank: int = 16
+    max_loras: int = MAX_LORAS
+    max_lora_rank: int = MAX_LORA_RANK
 
     def __post_init__(self):
         """Check the ranges."""
@@ -57,6 +58,21 @@ class AdapterSizes:
             raise ValueError(
                 f"max_lora_rank={self.max_lora_rank} must be from 1 to {MAX_RANK} (--max-lora-rank)"
             )
+
+    @classmethod
+    def of(cls, is_enabled: bool, **given: int) -> "AdapterSizes | None":
+        """Return the sizes if adapters are wanted at all.
+
+        Raises:
+            ValueError: If they are not, and a size is given that is not the default.
+        """
+        sizes = cls(**given)
+        if not is_enabled and sizes != cls():
+            raise ValueError(
+                f"max_loras={sizes.max_loras} and max_lora_rank={sizes.max_lora_rank} are of "
+                "adapters; give enable_lora=True (--enable-lora) as well"
+            )
+        return sizes if is_enabled else None
 
     @property
     def rank(self) -> int:
@@ -105,6 +121,14 @@ def open_adapters(model: LoadedModel, sizes: AdapterSizes) -> LoadedModel:
             **model.partition_specs, ADAPTERS: {LAYERS: specs, SLOTS: P(DP_AXIS)},
         },
     )  # fmt: skip
+
+
+def share_adapters(model: LoadedModel) -> LoadedModel:
+    """Give another engine slots of its own on the same weights; a model without is returned."""
+    if ADAPTERS not in model.params:
+        return model
+    layers = model.params[ADAPTERS][LAYERS]
+    return dataclasses.replace(model, params={**model.params, ADAPTERS: {LAYERS: layers}})
 
 
 def _check_numerics(model: LoadedModel) -> None:

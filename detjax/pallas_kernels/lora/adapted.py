@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from detjax.array_types import Array, Float32, Int32
 
 RANK_BLOCK = 16
 """Ranks are padded with zeros to whole blocks of this, the depth of one wgmma."""
@@ -52,3 +55,13 @@ class AdaptedMatrix:
     base: Any
     stack: AdapterStack
     slots: Any
+
+
+def columns_of(
+    scales: Float32[Array, "Y Z"], width: int
+) -> tuple[Float32[Array, " X"], Int32[Array, " X"]]:
+    """Return the scale and the slot of each of `width` columns of a stack."""
+    num_parts, num_slots = scales.shape
+    rank = width // scales.size
+    slots = jnp.tile(jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), rank), num_parts)
+    return jnp.repeat(scales.reshape(-1), rank), slots

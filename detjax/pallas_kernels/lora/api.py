@@ -53,21 +53,19 @@ def lora_add(
     base: Float32[Array, "M O"],
     h: Activation[Array, "M X"],
     b: Activation[Array, "O X"],
-    slots: Int32[Array, " M"],
     *,
     out_dtype: jnp.dtype,
     backend: Backend,
 ) -> Activation[Array, "M O"]:
-    """Add `B h` to an unrounded product, in rows that have an adapter.
+    """Add `B h` to an unrounded product. Where `B h` is zero, the product stays as it is.
 
-    `out[m, o] = round(base[m, o] + sum_x(h[m, x] * b[o, x]))` if `slots[m] >= 0`, else
-    `round(base[m, o])`
+    `out[m, o] = round(base[m, o] + p)` if `p != 0`, else `round(base[m, o])`;
+    `p = sum_x(h[m, x] * b[o, x])`
 
     Args:
         base: float32, the bias included.
         h: Of `lora_hidden`.
         b: The B of all adapters.
-        slots: Of each row's adapter; -1 has none.
         out_dtype: What the sum is rounded to; float32 keeps it.
         backend: Which implementation runs.
 
@@ -76,11 +74,12 @@ def lora_add(
 
     Numerics:
         Blocks of 16 columns are added left to right from zero in float32; the blocks of other
-        adapters add zeros, which change no bit. Then one float32 addition and one rounding.
+        adapters add zeros, which change no bit. Then one float32 addition and one rounding. A row
+        of zeros in h has the bits of `round(base)`, the sign of a zero included.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if h.shape[1] != b.shape[1] or base.shape != (h.shape[0], b.shape[0]):
         raise ValueError(f"{base.shape=}, {h.shape=} and {b.shape=} do not agree")
     if h.shape[1] % RANK_BLOCK:
         raise ValueError(f"{h.shape=} must have columns in blocks of {RANK_BLOCK}")
-    return KERNELS[backend].lora_add(base, h, b, slots, out_dtype=out_dtype)
+    return KERNELS[backend].lora_add(base, h, b, out_dtype=out_dtype)

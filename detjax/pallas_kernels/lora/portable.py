@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, add_leaves, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS
-from detjax.pallas_kernels.lora.adapted import RANK_BLOCK
+from detjax.pallas_kernels.lora.adapted import RANK_BLOCK, columns_of
 
 
 @partial(jax.jit, static_argnames=("out_dtype",))
@@ -18,10 +18,7 @@ def lora_hidden(leaf_sums, slots, scales, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.lora_hidden`."""
     sums = add_leaves(leaf_sums)
     num_rows, width = sums.shape
-    num_parts, num_slots = scales.shape
-    rank = width // scales.size
-    scale_of = jnp.repeat(scales.reshape(-1), rank)
-    slot_of = jnp.tile(jnp.repeat(jnp.arange(num_slots, dtype=jnp.int32), rank), num_parts)
+    scale_of, slot_of = columns_of(scales, width)
     sums, slots = pad_axis(sums, 0, ROWS), pad_axis(slots, 0, ROWS)
 
     def body(sums_ref, slots_ref, scale_ref, column_ref, out_ref):
@@ -46,18 +43,18 @@ def lora_hidden(leaf_sums, slots, scales, *, out_dtype: jnp.dtype) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("out_dtype",))
-def lora_add(base, h, b, slots, *, out_dtype: jnp.dtype) -> jax.Array:
+def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.lora_add`.
 
     # ORDER: ((r0 + r1) + r2) + ..., r = block of 16 ranks; inside one, a fixed-shape product.
     """
     num_rows, num_cols = base.shape
     base, b = pad_axis(pad_axis(base, 0, ROWS), 1, COLS), pad_axis(b, 0, COLS)
-    h, slots = pad_axis(h, 0, ROWS), pad_axis(slots, 0, ROWS)
+    h = pad_axis(h, 0, ROWS)
     # SHAPE: hidden, so that the loop is one body for every number of adapters.
     count = lax.optimization_barrier(jnp.full(1, h.shape[1] // RANK_BLOCK, jnp.int32))
 
-    def body(base_ref, h_ref, b_ref, slots_ref, count_ref, out_ref):
+    def body(base_ref, h_ref, b_ref, count_ref, out_ref):
         rows = pl.ds(pl.program_id(1) * ROWS, ROWS)
         cols = pl.ds(pl.program_id(0) * COLS, COLS)
 
@@ -70,9 +67,8 @@ def lora_add(base, h, b, slots, *, out_dtype: jnp.dtype) -> jax.Array:
 
         added = lax.fori_loop(0, count_ref[0], add_block, jnp.zeros((ROWS, COLS), jnp.float32))
         own = base_ref[rows, cols]
-        has_adapter = (slots_ref[rows] >= 0)[:, None]
-        # ROUND: once, to the output's dtype.
-        total = round_to(jnp.where(has_adapter, own + added, own), out_dtype)
+        # ROUND: once, to the output's dtype. Nothing is added where `added` is zero: -0 stays.
+        total = round_to(jnp.where(added == 0, own, own + added), out_dtype)
         out_ref[...] = total.astype(out_dtype)
 
     out = run_blocks(
@@ -80,7 +76,6 @@ def lora_add(base, h, b, slots, *, out_dtype: jnp.dtype) -> jax.Array:
         base,
         h,
         b,
-        slots,
         count,
         name="lora_add",
         grid=(b.shape[0] // COLS, base.shape[0] // ROWS),
