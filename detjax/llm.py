@@ -178,13 +178,10 @@ class LLM:
             )  # fmt: skip
             draft_model = _draft_model_of(speculative, loaded, tokenizer, told)
         room = AdapterSizes.of(enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank)
-        if room is not None:
-            loaded = open_adapters(loaded, room)
-        sizes = dict(
-            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
-            num_pages=num_pages, mode=mode, **engine_options,
-        )  # fmt: skip
-        asked = _asked(speculative, sizes)
+        loaded = open_adapters(loaded, room)
+        asked = _asked(speculative, dict(
+            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len, mode=mode,
+            num_pages=num_pages, **engine_options))  # fmt: skip
         engine = choose_sizes(
             loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
         )

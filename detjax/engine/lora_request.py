@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from detjax.models.adapters.adapter import WEIGHTS_NAME
 from detjax.models.adapters.peft_config import CONFIG_NAME
@@ -41,6 +41,7 @@ class LoRARequest:
             )
 
 
+@runtime_checkable
 class LoadsAdapters(Protocol):
     """What `AdapterFolders` needs of an engine."""
 

@@ -76,7 +76,7 @@ class PeftConfig:
     @property
     def max_rank(self) -> int:
         """The highest rank of a module's adapter."""
-        return max(self.rank, *self.rank_pattern.values())
+        return max([self.rank, *self.rank_pattern.values()])
 
     def scale_of(self, module: str) -> np.float32:
         """What multiplies a module's `A x`, rounded once to float32."""

@@ -86,19 +86,21 @@ class AdapterSizes:
         return -(-self.max_loras // a_block) * a_block
 
 
-def open_adapters(model: LoadedModel, sizes: AdapterSizes) -> LoadedModel:
+def open_adapters(model: LoadedModel, sizes: AdapterSizes | None) -> LoadedModel:
     """Give a model room for adapters, for one engine.
 
     Args:
         model: Loaded. It shares its weights with the result.
-        sizes: Of the room.
+        sizes: Of the room; None is no room.
 
     Returns:
-        The model with empty slots on its devices.
+        The model with empty slots on its devices, or the model itself if there is no room.
 
     Raises:
         ValueError: If the model, its numerics or its kernels do not go with adapters.
     """
+    if sizes is None:
+        return model
     check_can_adapt(model.config)
     if jax.process_count() > 1:
         raise ValueError(
