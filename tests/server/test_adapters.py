@@ -154,7 +154,7 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
         assert client.get("/v1/models/hill").json()["adapter"] == expected["hill"].adapter
         proof = answer(client, "hill")["choices"][0]["detjax"]
         assert proof["digest"] == expected["hill"].digest()
-        assert "num_adapters" in client.get("/metrics").text
+        assert "detjax_adapters " in client.get("/metrics").text
         assert load(client, "hill", allowed / "hill").status_code == 400
         assert load(client, "novels-6m", allowed / "hill").status_code == 400
         outside = load(client, "out", root / "outside")
