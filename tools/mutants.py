@@ -759,8 +759,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where="detjax/parallel/exchange.py",
-                old="MAX_TILE_RANKS = 2\n",
-                new="MAX_TILE_RANKS = 4\n",
+                old="MAX_TILE_RANKS = 4\n",
+                new="MAX_TILE_RANKS = 8\n",
             ),
         ),
         tests=("tests/parallel/test_exchange.py::test_what_ranks_exchange_themselves",),

@@ -126,24 +126,32 @@ BITS_PART = Part(
 
 
 def steps(subject: str, gpu: str) -> list[dict]:
-    """A row for each step, tp and special form, with the times of both modes."""
+    """A row for each step, tp and special form, with the times of both modes.
+
+    The speed over tp 1 is that of the same run: other machines and days have other clocks.
+    """
+    every = rows("mesh", subject, gpu)
+    one_of_run = latest(every, "case", "impl", "date", "commit")
     cases: dict[tuple[str, int, int, str], dict] = {}
-    for (case, impl), row in latest(rows("mesh", subject, gpu), "case", "impl").items():
+    for (case, impl), row in latest(every, "case", "impl").items():
         mode, dp, tp, note = read_impl(impl)
         if dp == 1 and "ms_p50" in row:
             found = cases.setdefault((case.split()[0], first_number(case), tp, note), {})
             found |= {mode: row["ms_p50"], f"{mode} launches": row.get("launches")}
             if mode == "invariant" and tp > 1:
                 found["communication_ms"] = row.get("communication_ms")
+                alone = case, "invariant (1,1)", row.get("date"), row.get("commit")
+                found["one"] = one_of_run.get(alone, {}).get("ms_p50")
+            if mode == "invariant":
+                found["date"] = row.get("date", "")
     for (kind, count, tp, note), found in cases.items():
         name = f"decode, batch {count}" if kind == "decode" else f"prefill, {count} tokens"
         fast = cases.get((kind, count, tp, ""), {}).get("fast")
-        one = cases.get((kind, count, 1, ""), {}).get("invariant")
         found |= {
             "case": name, "kind": kind, "count": count, "tp": tp, "note": note,
             "shared": f"{tp}, {note}" if note else f"{tp}",
             "over_fast": ratio(fast, found.get("invariant")),
-            "over_one": ratio(one, found.get("invariant")) if tp > 1 else "",
+            "over_one": ratio(found.get("one"), found.get("invariant")),
         }  # fmt: skip
     return [cases[case] for case in sorted(cases)]
 
@@ -154,6 +162,7 @@ STEP_COLUMNS = {
     "speed over tp 1": "{over_one}", "communication, ms": "{communication_ms:.2f}",
     "launches": lambda row: str(row.get("invariant launches") or ""),
     "launches of `fast`": lambda row: str(row.get("fast launches") or ""),
+    "measured": lambda row: row.get("date", ""),
 }  # fmt: skip
 STEPS = Part(
     rows=lambda gpu: [steps("mesh_step", gpu)],
@@ -162,7 +171,8 @@ STEPS = Part(
         "context of 1024. `fast` is XLA's products and a psum of float32 partials, without a "
         "claim. Communication is device time of detjax's step in launches of its own (the exchange "
         "kernel, XLA's gathers), with waits for peers. Sums in the epilogue of a product are not "
-        "included. 'Sums and choice apart' has no such sums, and only XLA gathers:"
+        "included. 'Sums and choice apart' has no such sums, and only XLA gathers. Speed over "
+        "tp 1 is that of the same run:"
     ),
     columns=STEP_COLUMNS,
     after="![Time of a decode step over the batch, by tp](docs/figures/mesh.svg)",

@@ -41,9 +41,9 @@ MAX_CHOSEN_ROWS = 512
 
 MAX_EXCHANGED_RANKS = 8
 
-MAX_TILE_RANKS = 2
+MAX_TILE_RANKS = 4
 """Ranks whose products and choices exchange themselves; more have the kernel behind a product and
-XLA's gathers. Kernels for up to 8 are there and compile, but only two GPUs have run them."""
+XLA's gathers. Kernels for up to 8 exist and compile, but no more than four GPUs have run them."""
 
 
 class ExchangeKernel(Protocol):

@@ -228,7 +228,8 @@ def test_why_there_is_no_exchange_kernel(tp, width, backend, reason):
         (2, None, jnp.bfloat16, True, False),
         (2, 1000, jnp.bfloat16, True, False),  # no whole blocks
         (2, 1 << 24, jnp.bfloat16, True, False),  # tokens are not exact in float32
-        (4, 1024, jnp.bfloat16, False, False),  # no four GPUs have run it
+        (4, 1024, jnp.bfloat16, True, True),
+        (8, 1024, jnp.bfloat16, False, False),  # no eight GPUs have run it
     ],
 )
 def test_what_ranks_exchange_themselves(tp, vocab, dtype, has_tiles, has_choices):

@@ -20,6 +20,8 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.dialects import llvm
 
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
@@ -559,12 +561,13 @@ def test_exchange_holds_when_ranks_drift_apart(num_rows, num_iterations, dtype, 
 
 
 @pytest.mark.invariance
-def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
-    """Two processes, which exchange through NCCL, and one GPU of this process."""
+@pytest.mark.parametrize("tp", TPS)
+def test_a_process_for_each_gpu_has_the_bits_of_one_gpu(tp):
+    """Processes that exchange through NCCL, and one GPU of this process."""
     path = Path(__file__).with_name("worker.py")
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    job = {"coordinator": f"localhost:{port}", "num_processes": 2, "devices": 1, "mesh": [1, 2]}
+    job = {"coordinator": f"localhost:{port}", "num_processes": tp, "devices": 1, "mesh": [1, tp]}
     processes = [
         subprocess.Popen(
             [sys.executable, str(path), json.dumps({**job, "process_id": i, "backend": "sm90"})],
@@ -578,16 +581,16 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i in range(2)
+        for i in range(tp)
     ]
     worker = runpy.run_path(str(path))
     want = worker["make_engine"]((1, 1), "sm90").generate(worker["requests"](changed=False))
     try:
-        (out, errors), _ = (process.communicate(timeout=120) for process in processes)
+        (out, errors), *_ = (process.communicate(timeout=120) for process in processes)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors[-2000:]
+    assert [process.returncode for process in processes] == [0] * tp, errors[-2000:]
     assert json.loads(out) == [completion.digest() for completion in want]
 
 
@@ -604,9 +607,6 @@ def test_a_process_for_each_gpu_has_the_bits_of_one_gpu():
 )
 def test_answers_are_bitwise_mesh_invariant(mesh, experts, compute_dtype):
     """Whole answers, prompts longer and shorter than what is shared out over ranks."""
-    from detjax.engine.requests.request import Request
-    from detjax.engine.requests.sampling_params import SamplingParams
-
     dp, tp = mesh
     config = dummy_config(
         num_heads=8, num_kv_heads=2, head_dim=64, hidden_size=512, intermediate_size=1536,

@@ -399,10 +399,10 @@ def _cut(p: Product) -> MatmulTiles:
     """Which operand has 64 rows, and how large a tile is; stages come later."""
     # Of a wave of tiles of 64 weights, or of 128 gates and ups.
     widest = (128 if p.is_gated else 64) * NUM_SMS
-    if p.has_ranks:
-        return _stream_weights(p, is_whole=True)
     if p.coding:
         return _stream_codes(p, p.coding)
+    if p.has_ranks:
+        return _stream_weights(p, is_whole=True)
     if p.is_w8a8:
         return _w8a8_tiles(p)
     if p.rows is Rows.PARTS and 128 < p.num_rows <= 192:
