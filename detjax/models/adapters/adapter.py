@@ -17,7 +17,7 @@ from detjax.models.weights.dtypes import check_conversion, converted
 from detjax.models.weights.files import StoredTensor, open_file
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 """PEFT's, before the name of a module of the base model."""
 
 ADAPTED = tuple(name for matrix in MATRICES for name in TENSORS_OF[matrix])
@@ -113,7 +113,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_ran
     with contextlib.ExitStack() as stack:
         stored = {name: (tensor, f"{name!r} in {path}") for name, tensor in open_file(path, stack)}
         wanted = {
-            f"{_PREFIX}{module}.lora_{side}.weight": (module, side)
+            f"{PEFT_PREFIX}{module}.lora_{side}.weight": (module, side)
             for module in targets
             for side in "AB"
         }
@@ -129,7 +129,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_ran
                 )
             num_out, num_in = spec.hf_shape
             a, b = (
-                _values(*stored[f"{_PREFIX}{module}.lora_{side}.weight"], shape, dtype)
+                _values(*stored[f"{PEFT_PREFIX}{module}.lora_{side}.weight"], shape, dtype)
                 for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank)))
             )
             tensors[key] = LowRank(a=a, b=b, scale=peft.scale_of(module))
