@@ -9,6 +9,7 @@ has one; its tokens and logprobs must be those of the model alone.
 """
 
 import argparse
+import concurrent.futures
 import sys
 
 import jax
@@ -27,22 +28,24 @@ from detjax.pallas_kernels.backend import Backend
 class AdaptedRunner(Runner):
     """The steps of a model with adapters of random values."""
 
-    def __init__(self, runner: Runner, sizes: AdapterSizes):
+    def __init__(self, runner: Runner, sizes: AdapterSizes, most_rows: int):
         """Share the weights and the cache of a runner.
 
         Args:
             runner: Of the model alone; its cache is used by one of the two at a time.
             sizes: Of the adapters.
+            most_rows: Of any case.
         """
+        self._most_rows = most_rows
         self.model = open_adapters(runner.model, sizes)
         self.num_pages, self._max_len = runner.num_pages, 0
         self._programs, self._compile_s, self._operands = {}, {}, {}
         drawn = jax.tree.map(_random, self.model.params[ADAPTERS]["layers"])
         self.model.params[ADAPTERS] = {"layers": drawn}
 
-    def give(self, case: Case, *, has_adapters: bool) -> None:
-        """Give every row of a case an adapter, or none."""
-        count = len(case.rows)
+    def give(self, *, has_adapters: bool) -> None:
+        """Give every row an adapter, or none."""
+        count = self._most_rows
         slots = np.arange(count) % num_adapter_slots(self.model) if has_adapters else -1
         placed = jax.device_put(
             np.broadcast_to(np.asarray(slots, np.int32), count).copy(),
@@ -70,7 +73,7 @@ def time_case(alone: Runner, adapted: AdaptedRunner, case: Case, rows: Rows) -> 
     adapted.pages = alone.pages
     is_same = True
     for impl, has_adapters in (("none", False), ("all", True)):
-        adapted.give(case, has_adapters=has_adapters)
+        adapted.give(has_adapters=has_adapters)
         got = adapted.choices("invariant", case)
         if not has_adapters:
             is_same = all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True))
@@ -83,15 +86,29 @@ def time_case(alone: Runner, adapted: AdaptedRunner, case: Case, rows: Rows) -> 
     return is_same
 
 
+def compile_ahead(alone: Runner, adapted: AdaptedRunner, cases: list[Case]) -> None:
+    """Compile all programs side by side."""
+    adapted.give(has_adapters=True)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [
+            pool.submit(runner.compiled, "invariant", case)
+            for case in cases
+            for runner in (alone, adapted)
+        ]
+        for one in waiting:
+            one.result()
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--max-loras", type=int, default=8)
     parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
+    parser.add_argument("--layers", type=int, default=0, help="of the model; all if 0")
     parser.add_argument("--kernels", action="store_true", help="list the time of each kernel")
     parser.add_argument("--out", help="write JSON rows here")
     return parser.parse_args()
@@ -108,8 +125,12 @@ def main() -> None:
     }  # fmt: skip
     rows = Rows(card, args.out)
     cases = [decode_case(b) for b in args.decode] + [prefill_case(n) for n in args.prefill]
-    alone = Runner(MODELS[args.model], cases, backend, 0)
-    adapted = AdaptedRunner(alone, sizes)
+    config = MODELS[args.model]
+    if args.layers:
+        config = config.with_layers([0] * args.layers)
+    alone = Runner(config, cases, backend, 0)
+    adapted = AdaptedRunner(alone, sizes, max(len(case.rows) for case in cases))
+    compile_ahead(alone, adapted, cases)
     is_same = True
     for case in cases:
         is_same &= time_case(alone, adapted, case, rows)

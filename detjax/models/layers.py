@@ -456,14 +456,17 @@ def _adapted_row_parallel(
     by a butterfly, so every rank has every row of the residual stream.
     """
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
-    partial, sums = (
-        butterfly_sum(
-            linear_partial(x, one, reduction=reduction, backend=ctx.backend),
-            TP_AXIS, ctx.tp, backend=ctx.backend,
-        )
-        for one in (w.base, w.stack.a)
-    )  # fmt: skip
-    partial = _add_adapters(ctx, partial, sums[None], w, out_dtype=jnp.dtype(jnp.float32))
+
+    def whole_sum(matrix: Any) -> jax.Array:
+        partial = linear_partial(x, matrix, reduction=reduction, backend=ctx.backend)
+        return butterfly_sum(partial, TP_AXIS, ctx.tp, backend=ctx.backend)
+
+    if ctx.tp == 1:  # WHY: what finishes h adds the leaves as well, a launch less.
+        sums = linear_leaf_sums(x, w.stack.a, reduction=reduction, backend=ctx.backend)
+    else:
+        sums = whole_sum(w.stack.a)[None]
+    partial = whole_sum(w.base)
+    partial = _add_adapters(ctx, partial, sums, w, out_dtype=jnp.dtype(jnp.float32))
     ctx.taps.see("sum", parts_in_columns(partial))
     eps = ctx.config.rms_norm_eps
     return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=ctx.backend))
