@@ -15,8 +15,13 @@ from safetensors.numpy import load_file, save_file
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.adapters.adapter import read_adapter
 from detjax.models.adapters.peft_config import read_peft_config
-from detjax.models.adapters.program import ADAPTERS, SLOTS
-from detjax.models.adapters.stack import AdapterSizes, install_adapter, open_adapters
+from detjax.models.adapters.program import ADAPTERS, SLOTS, adapters_of, with_adapters
+from detjax.models.adapters.stack import (
+    AdapterSizes,
+    install_adapter,
+    open_adapters,
+    share_adapters,
+)
 from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -193,3 +198,16 @@ def test_a_slot_holds_what_was_installed_and_no_other_changes(tp):
     b = np.asarray(stack.b).reshape(-1, 8, 16)
     assert_bitwise_equal(b[:, 5, :8], second.tensors[1, "down"].b, claim="columns of B in slot 5")
     assert np.asarray(stack.scales).tolist() == [[0, 0, 0, 2, 0, 2, 0, 0]]
+
+
+def test_without_adapters_a_program_gets_the_weights_as_they_are():
+    model = dummy_model(CONFIG)
+    assert adapters_of(model.params, jnp.zeros(1, jnp.int32)) is None
+    assert with_adapters(model.params, None) is model.params
+    roomy = open_adapters(model, AdapterSizes())
+    assert roomy.params["layers"] is model.params["layers"], "the weights are shared"
+    assert open_adapters(model, None) is model is share_adapters(model)
+    shared = share_adapters(roomy)
+    install_adapter(shared, random_adapter(CONFIG, seed=1), 0)
+    stack = roomy.params[ADAPTERS]["layers"][0]["qkv"]
+    assert not np.asarray(stack.a).astype(bool).any(), "each engine has slots of its own"
