@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib
 import json
 import math
 import sys
@@ -34,11 +35,6 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 VOCAB_SIZE = 320
 BOS_ID, EOS_ID = 1, 2
@@ -452,6 +448,194 @@ CASES = (
         control=Control(what="1 expert of a token", config={"num_experts_per_tok": 1}),
         published=PublishedForm(keys=MIXTRAL_KEYS, version="4.36.0.dev0"),
     ),
+    Case(
+        name="granite",
+        what="multipliers of embeddings, residual stream, scores and logits; tied",
+        model_type="granite",
+        seed=601,
+        config={
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": plain_rope(10000.0),
+        },
+        control=Control(what="attention_multiplier 0.25", config={"attention_multiplier": 0.25}),
+    ),
+    Case(
+        name="smollm3",
+        what="layers 1 and 3 of 4 have no rotary embedding",
+        model_type="smollm3",
+        seed=902,
+        config={
+            "num_hidden_layers": 4,
+            "intermediate_size": 80,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": plain_rope(5000000.0),
+        },
+        control=Control(what="all layers rotated", config={"no_rope_layers": [1, 1, 1, 1]}),
+    ),
+    Case(
+        name="phi3",
+        what="joined projections, multi-head attention, a window",
+        model_type="phi3",
+        seed=903,
+        config={
+            "num_key_value_heads": 4,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+            "rope_parameters": plain_rope(10000.0),
+        },
+        control=Control(what="a window of 25", config={"sliding_window": 25}),
+    ),
+    Case(
+        name="phi4_longrope",
+        what="joined projections, three quarters of the channels rotated, longrope below its "
+        "original context; tied",
+        model_type="phi3",
+        seed=1004,
+        config={
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [round(1 + 0.0625 * i, 4) for i in range(12)],
+                "long_factor": [round(1 + 2.5 * i, 4) for i in range(12)],
+                "original_max_position_embeddings": 256,
+            },
+        },
+        control=Control(
+            what="factors ignored",
+            config={"rope_parameters": {**plain_rope(10000.0), "partial_rotary_factor": 0.75}},
+        ),
+    ),
+    Case(
+        name="seed_oss",
+        what="biases on q, k and v, none on o; heads wider than hidden_size / num_attention_heads",
+        model_type="seed_oss",
+        seed=705,
+        config={"head_dim": 32, "pad_token_id": 0, "rope_parameters": plain_rope(10000000.0)},
+        control=Control(what="v_proj bias dropped", fill={"v_proj.bias": 0.0}),
+    ),
+    Case(
+        name="glm4",
+        what="norms before and after, half of the channels rotated in neighbouring pairs, joined "
+        "gate and up, biases on q, k and v",
+        model_type="glm4",
+        seed=706,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "pad_token_id": 0,
+            "rope_parameters": {**plain_rope(10000.0), "partial_rotary_factor": 0.5},
+        },
+        control=Control(
+            what="all channels rotated",
+            config={"rope_parameters": {**plain_rope(10000.0), "partial_rotary_factor": 1.0}},
+        ),
+    ),
+    Case(
+        name="olmo2",
+        what="norms after, norms over all heads of q and of k",
+        model_type="olmo2",
+        seed=807,
+        config={"pad_token_id": 0, "rope_parameters": plain_rope(500000.0)},
+        control=Control(
+            what="gains of q_norm and k_norm taken as 1",
+            fill={"q_norm.weight": 1.0, "k_norm.weight": 1.0},
+        ),
+    ),
+    Case(
+        name="olmo3",
+        what="olmo2 with windows of 24 in three layers of four, which yarn leaves alone",
+        model_type="olmo3",
+        seed=708,
+        config={
+            "num_hidden_layers": 4,
+            "intermediate_size": 80,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": YARN_SCALING,
+                "sliding_attention": plain_rope(10000.0),
+            },
+        },
+        control=Control(
+            what="yarn in all layers",
+            config={
+                "rope_parameters": {
+                    "full_attention": YARN_SCALING,
+                    "sliding_attention": YARN_SCALING,
+                }
+            },
+        ),
+    ),
+    Case(
+        name="exaone4",
+        what="norms after, norms on the heads of q and k, windows of 24 in three layers of four, "
+        "the fourth without rotary embedding",
+        model_type="exaone4",
+        seed=809,
+        config={
+            "num_hidden_layers": 4,
+            "intermediate_size": 80,
+            "sliding_window": 24,
+            "sliding_window_pattern": 4,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(what="a window of 25", config={"sliding_window": 25}),
+    ),
+    Case(
+        name="gemma2",
+        what="gains of 1 + w, norms before and after, GeGLU, soft caps on scores and logits, a "
+        "window in every other layer, a scale on queries and one on embeddings; tied",
+        model_type="gemma2",
+        seed=610,
+        config={
+            "hidden_size": 96,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "rope_parameters": plain_rope(10000.0),
+        },
+        control=Control(what="no soft cap on scores", config={"attn_logit_softcapping": None}),
+    ),
+    Case(
+        name="gemma3",
+        what="gemma2 without soft caps, with norms on the heads of q and k, two rotary bases and "
+        "linear scaling of one",
+        model_type="gemma3_text",
+        seed=611,
+        config={
+            "hidden_size": 96,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "intermediate_size": 80,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {**plain_rope(1000000.0), "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": plain_rope(10000.0),
+            },
+        },
+        control=Control(what="a window of 25", config={"sliding_window": 25}),
+    ),
 )
 
 PUBLISHED_ROPES = {
@@ -535,15 +719,12 @@ def float64_everywhere() -> Iterator[None]:
 
     `model.double()` is not enough: RMSNorm, softmax and the rotary tables name float32 themselves.
     """
-    modules = (
-        modeling_llama,
-        modeling_mistral,
-        modeling_mixtral,
-        modeling_qwen2,
-        modeling_qwen3,
-        modeling_qwen3_moe,
-        modeling_rope_utils,
-    )
+    families = {case.model_type.removesuffix("_text") for case in CASES}
+    modules = [
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for name in sorted(families)
+    ]
+    modules.append(modeling_rope_utils)
     tensor_float = torch.Tensor.float
     try:
         for module in modules:
@@ -571,6 +752,8 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name.split(".")[-2]:
                 value = torch.rand(parameter.shape, generator=generator) + 0.5
+                if case.model_type.startswith("gemma"):  # whose gains are 1 + w
+                    value -= 1
             elif name.endswith(".bias"):
                 value = torch.randn(parameter.shape, generator=generator) * 0.3
             else:
@@ -639,17 +822,27 @@ def prompts_of(case: Case) -> list[list[int]]:
     ]
 
 
+def rope_kinds(rotary) -> dict[str, tuple[str, tuple]]:
+    """By the name of a table: prefix of the module's attributes, and arguments that choose it."""
+    if not hasattr(rotary, "layer_types"):
+        return {"rope": ("", ())}
+    kinds = {"rope": "full_attention", "rope_window": "sliding_attention"}
+    return {table: (f"{kind}_", (kind,)) for table, kind in kinds.items()}
+
+
 def rope_tables(rotary, positions: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Frequencies and the first half of the cos and sin tables (the second half repeats it)."""
-    name = str(dtype).removeprefix("torch.")
-    cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.tensor([list(positions)]))
-    half = cos.shape[-1] // 2
-    assert torch.equal(cos[..., :half], cos[..., half:]), "the halves of the cos table differ"
-    return {
-        f"rope.inv_freq_{name}": rotary.inv_freq.clone(),
-        f"rope.cos_{name}": cos[0, :, :half].clone(),
-        f"rope.sin_{name}": sin[0, :, :half].clone(),
-    }
+    name, tables = str(dtype).removeprefix("torch."), {}
+    for table, (prefix, chosen) in rope_kinds(rotary).items():
+        cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.tensor([list(positions)]), *chosen)
+        half = cos.shape[-1] // 2
+        assert torch.equal(cos[..., :half], cos[..., half:]), "the halves of the cos table differ"
+        tables |= {
+            f"{table}.inv_freq_{name}": getattr(rotary, f"{prefix}inv_freq").clone(),
+            f"{table}.cos_{name}": cos[0, :, :half].clone(),
+            f"{table}.sin_{name}": sin[0, :, :half].clone(),
+        }
+    return tables
 
 
 def compute(
@@ -675,13 +868,15 @@ def compute(
                 assert logits.dtype == dtype, f"{logits.dtype=} where {dtype} was asked for"
                 tensors[f"prompt{i}.logits_{name}"] = logits
             rotary = model.model.rotary_emb
+            full = rope_kinds(rotary)["rope"][0]
             if dtype != torch.bfloat16:
                 tensors |= rope_tables(rotary, ROPE_POSITIONS, dtype)
             else:
-                assert rotary.inv_freq.dtype == torch.float32
-                assert torch.equal(rotary.inv_freq, tensors["rope.inv_freq_float32"])
+                frequencies = getattr(rotary, f"{full}inv_freq")
+                assert frequencies.dtype == torch.float32
+                assert torch.equal(frequencies, tensors["rope.inv_freq_float32"])
             if dtype == torch.float32:
-                facts["attention_scaling"] = float(rotary.attention_scaling)
+                facts["attention_scaling"] = float(getattr(rotary, f"{full}attention_scaling"))
                 for ids in prompts:
                     next_ids, margins = greedy(model, ids)
                     generated = model.generate(

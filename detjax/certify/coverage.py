@@ -8,6 +8,7 @@ from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
+from detjax.models.family import Family
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
@@ -21,10 +22,13 @@ CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
+_OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+_FAMILIES = "tests/invariance/test_families.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
     ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
     ("llama", "bfloat16", "portable", "dvr"): "tests/invariance/test_schedules.py",
+    ("llama", "bfloat16", "reference", "invariant"): "tests/pallas_kernels/test_reference.py",
     ("llama", "bfloat16", "sm90", "invariant"): _SM90,
     ("llama", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
@@ -43,6 +47,11 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("qwen3_moe", "bfloat16", "portable", "dvr"): (
         f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
+    **{
+        (name, "bfloat16", "portable", "invariant"): _FAMILIES
+        for name in (family.name for family in FAMILIES)
+        if name not in _OLDER
+    },
 }
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""
@@ -53,9 +62,37 @@ REFUSED: dict[tuple[str, Backend], str] = {
         "sm90 linear multiplies bfloat16 or float32 activations by bfloat16 weights, not float32 "
         "by float32; use portable"
     ),
+    ("float32", Backend.REFERENCE): (
+        "the reference backend takes bfloat16, not float32 with float32; use portable"
+    ),
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
+
+REFUSED_EXPERTS = {
+    ("bfloat16", Backend.REFERENCE): (
+        "the reference backend has no mixtures of experts; use portable or sm90"
+    ),
+}
+"""What it refuses besides in families that have mixtures of experts."""
+
+_GEMMA_REFUSED = {
+    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
+    ("bfloat16", Backend.REFERENCE): (
+        "the reference backend takes bfloat16, not bfloat16 with float32; use portable"
+    ),
+}
+REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
+    "gemma2": _GEMMA_REFUSED,
+    "gemma3_text": _GEMMA_REFUSED,
+}
+"""What a backend refuses beside that in the usual sizes of a family."""
+
+
+def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
+    """Return what backends refuse in a family, by dtype."""
+    of_experts = {} if family.experts is None else REFUSED_EXPERTS
+    return REFUSED | of_experts | REFUSED_OF.get(family.name, {})
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
@@ -83,7 +120,7 @@ def coverage_map(
     def state(name: str, dtype: str, backend: Backend, mode: str) -> str:
         if mode == "fast":
             return "no claim is made"
-        if reason := (own if name == THIS else REFUSED).get((dtype, backend)):
+        if reason := refused[name].get((dtype, backend)):
             return f"refused: {reason}"
         if name != THIS:
             test = TESTED.get((name, dtype, backend.value, mode))
@@ -94,6 +131,7 @@ def coverage_map(
         return "proven here" if is_proven else "not proven"
 
     own = refusals(model.config, model.mesh.shape[TP_AXIS])
+    refused = {THIS: own} | {family.name: refused_in(family) for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [
         (name, dtype, backend.value, mode, state(name, dtype, backend, mode))

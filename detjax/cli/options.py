@@ -208,7 +208,7 @@ QUANTIZED_WEIGHTS = Option(
     default="auto",
     choices=("auto", "packed", "expanded", "w8a8"),
     help="how the matrices of a quantised model lie on the devices: packed, as codes of 4 or 8 "
-    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs with --tp 1. These change no "
+    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. These change no "
     "bit. w8a8: 8-bit weights, multiplied with activations that are quantised by token, as the "
     "checkpoint asks; it chooses bits",
 )
@@ -216,8 +216,8 @@ BACKEND = Option(
     name="backend",
     default=AUTO,
     choices=(AUTO, *(backend.value for backend in Backend)),
-    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs; auto goes by the hardware. "
-    "It chooses bits",
+    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs, reference gives the bits of "
+    "sm90 on a CPU; auto goes by the hardware. It chooses bits",
 )
 
 # ------------------------------------------------------------------- batch, mesh and schedule

@@ -26,6 +26,7 @@ from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.defaults import MAX_LORA_RANK
 from detjax.engine.outputs.completion import CompletionOutput
+from detjax.pallas_kernels.backend import Backend
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
 
@@ -74,6 +75,14 @@ _LORA_MODULES = replace(
     options.LORA_MODULES,
     help="the folder of each adapter that the receipts name by its hash, under any name",
 )
+_BACKEND = replace(
+    options.BACKEND,
+    default=None,
+    choices=tuple(backend.value for backend in Backend),
+    default_text="that of the receipts",
+    help="which kernels: those that made the receipts, or others that give the same bits, as "
+    "reference gives those of sm90 on a CPU",
+)
 _SIZES = options.TP, options.DP, options.BATCH_SIZE, options.PREFILL_CHUNK
 _ACCEPT = Option(
     name="accept",
@@ -110,6 +119,7 @@ def make_receipt_parser(
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
     add_options(parser, "model", (_MODEL, _REVISION, _LORA_MODULES))
+    add_options(parser, "kernels", (_BACKEND,))
     schedule = (*_SIZES, options.CACHE_DIR, *own)
     add_options(parser, "batch, mesh and schedule (change no bit)", schedule)
     add_options(parser, "check", (_ACCEPT, _TRUST, options.REPORT, options.QUIET))
@@ -149,6 +159,7 @@ def run_command(
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
+        _check_same_bits(receipts[0], args.backend)
         outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
@@ -206,6 +217,19 @@ def _check_one_model(receipts: Sequence["Receipt"]) -> None:
                         f"{shown(one.get(name))} and {shown(other.get(name))}; give them in two "
                         "files"
                     )
+
+
+def _check_same_bits(receipt: "Receipt", asked: str | None) -> None:
+    """See that the kernels that are asked for give the bits of those that made the receipt."""
+    made_by = receipt.build["backend"]
+    if asked is None or made_by == asked:
+        return
+    names = [backend.value for backend in Backend]
+    if made_by not in names or Backend(made_by).gives_bits_of != Backend(asked).gives_bits_of:
+        raise ValueError(
+            f"--backend {asked} does not give the bits of {one_line(str(made_by))}, which made the "
+            "receipts; leave it out"
+        )
 
 
 def find_model_of(
@@ -366,7 +390,7 @@ def _open(
     ranks = [read_peft_config(module).max_rank for module in modules.values()]
     llm = LLM(
         folder,
-        backend=first.build["backend"],
+        backend=args.backend or first.build["backend"],
         tp=args.tp,
         dp=args.dp,
         profile=NumericsProfile(**first.numerics["profile"]),
@@ -404,10 +428,17 @@ def _compare_identity(
     Raises:
         ValueError: If something differs that must not.
     """
-    from detjax.proof.rerun import ALWAYS_EXCUSED, OF_ANOTHER_NAME, identity_differences
+    from detjax.proof.rerun import (
+        ALWAYS_EXCUSED,
+        OF_ANOTHER_MACHINE,
+        OF_ANOTHER_NAME,
+        identity_differences,
+    )
 
     named = OF_ANOTHER_NAME if args.model is not None else ()
-    excused = (*args.accept, *ALWAYS_EXCUSED, *named)
+    is_other = args.backend is not None and args.backend != first.build["backend"]
+    machine = OF_ANOTHER_MACHINE if is_other else ()
+    excused = (*args.accept, *ALWAYS_EXCUSED, *machine, *named)
     unlike = list(identity_differences(first, here))
     refused = [found for found in unlike if found[0] not in excused]
     if refused:

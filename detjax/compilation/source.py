@@ -13,9 +13,13 @@ from detjax.compilation.toolchain import driver, toolchain
 
 @functools.cache
 def source_hash() -> str:
-    """Hash the name and the bytes of every Python file of the package, as it lies on the disk."""
+    """Hash the name and the bytes of every file of the package that is code, as on the disk.
+
+    These are Python files and what the reference kernels are compiled from, their tables included.
+    """
     root, total = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    compiled = root.glob("pallas_kernels/reference_code/*.*")
+    for path in sorted([*root.rglob("*.py"), *compiled]):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         total.update(f"{path.relative_to(root).as_posix()} {digest}\n".encode())
     return total.hexdigest()

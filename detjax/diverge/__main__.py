@@ -42,7 +42,7 @@ A setting is KEY=VALUE,KEY=VALUE of:
   batch=1         sequences that run at once: the prompt, and company of other tokens and lengths
   row=0           which of them the prompt is
   mode=invariant  or dvr, fast
-  backend=auto    or portable, sm90
+  backend=auto    or portable, sm90, reference
   chunk=64        prompt tokens of one prefill step
   path=decode     or prefill: each token is computed by a prefill of all before it
   decode_steps=1  tokens of a sequence in one launch

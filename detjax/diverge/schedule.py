@@ -12,6 +12,7 @@ from detjax.diverge.recorder import Tap, TappedPrograms
 from detjax.engine.running.program_key import ProgramKey
 from detjax.models.loading import LoadedModel
 from detjax.numerics import tree_reduction
+from detjax.pallas_kernels.reference_library import PREFIX
 from detjax.parallel.mesh import TP_AXIS
 
 _SHOWN = frozenset(
@@ -86,7 +87,7 @@ def _kernels(eqn: Any) -> Iterator[str]:
     if name == "core_map":
         yield f"{eqn.params['name']} -> {_shapes(eqn)}"
         return
-    if name in _SHOWN:
+    if name in _SHOWN or name.startswith(PREFIX):
         yield f"{name} -> {_shapes(eqn)}"
         return
     for value in eqn.params.values():

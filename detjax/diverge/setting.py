@@ -27,7 +27,8 @@ class Setting:
             tokens and lengths.
         row: Which of them is the prompt, from 0, in order of arrival.
         mode: `invariant`, `dvr` or `fast`.
-        backend: `auto`, `portable` or `sm90`. Another backend has other bits.
+        backend: `auto`, `portable`, `sm90` or `reference`. Another backend has other bits, but
+            `reference` those of `sm90`.
         chunk: Prompt tokens of one prefill step.
         path: `decode` generates; `prefill` computes each token by a prefill of all before it.
         decode_steps: Tokens of a sequence in one launch.

@@ -30,7 +30,8 @@ def abstract_params(
 
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, spec.partition)
-        return jax.ShapeDtypeStruct(spec.shape, profile.param_dtype, sharding=sharding)
+        dtype = spec.tensors[0].dtype(profile.param_dtype)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
     return jax.tree.map(shape, param_specs(config, tp=tp, vocab_block=profile.vocab_block))
 
@@ -84,7 +85,7 @@ def _why_not_traced(
         out_specs=P(None, TP_AXIS),
         check_vma=False,
     )
-    table = jax.ShapeDtypeStruct((1024, config.head_dim // 2), jnp.float32)
+    table = jax.ShapeDtypeStruct((1024, len(config.ropes) * config.head_dim // 2), jnp.float32)
     page = (2, num_slots, profile.attention_block, config.head_dim)
     pages = jax.ShapeDtypeStruct((config.num_layers, 8, *page), profile.activation_dtype)
     for length in PROBED_LENGTHS:

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class RopeKind(enum.Enum):
@@ -14,13 +15,47 @@ class RopeKind(enum.Enum):
     LINEAR = "linear"  # positions divided by a factor
     LLAMA3 = "llama3"  # low frequencies divided by a factor, a ramp in between
     YARN = "yarn"  # NTK-by-parts, with a factor on cos and sin; arXiv:2309.00071
+    LONGROPE = "longrope"  # each frequency divided by a factor of its own; arXiv:2402.13753
+    NONE = "none"  # all angles are 0: positions are not encoded; a layer, never a file, says so
+
+
+class NormPlacement(enum.Enum):
+    """Where a layer normalises: rows that its operations read, their results, or both."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    BOTH = "both"
+
+
+class Gating(enum.Enum):
+    """What gates the feed-forward layer."""
+
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"  # GELU by tanh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
     """Rotary position embedding, Su et al. 2021, arXiv:2104.09864.
 
-    Fields beyond `theta` and `kind` hold the parameters of that kind and 0 where it has none.
+    Fields from `factor` to `short_factors` hold the parameters of a kind, and 0 or nothing where it
+    has none.
+
+    Attributes:
+        theta: Base of the frequencies.
+        kind: How they are scaled.
+        factor: Of linear, llama3 and yarn.
+        original_max_position: Context before scaling.
+        low_freq_factor: Of llama3.
+        high_freq_factor: Of llama3.
+        beta_fast: Of yarn.
+        beta_slow: Of yarn.
+        attention_factor: On cosines and sines of channels that are rotated.
+        truncate: Of yarn.
+        short_factors: Of longrope, one a frequency.
+        rotary_dim: Channels of a head that are rotated; 0 rotates all.
+        is_interleaved: Whether a checkpoint pairs channels 2c and 2c + 1 rather than halves.
+        scale: On the cosines and sines of all channels: scores are `scale**2` times as large.
     """
 
     theta: float
@@ -33,6 +68,10 @@ class RopeConfig:
     beta_slow: float = 0.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    rotary_dim: int = 0
+    is_interleaved: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +118,32 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     experts: ExpertConfig | None = None
     """Mixtures of experts; None has none, so every feed-forward layer is dense."""
+    other_ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embeddings of layers that have another than `rope`."""
+    layer_ropes: tuple[int, ...] = ()
+    """Per layer: 0 for `rope`, i for the i-th of `other_ropes`; empty if there are no others."""
+    norms: NormPlacement = NormPlacement.BEFORE
+    is_qk_norm_whole: bool = False
+    """Whether q and k are normalised over all heads at once; `qk_norm` is false then."""
+    gating: Gating = Gating.SWIGLU
+    embedding_scale: float = 1.0
+    """Factor on the rows of the embedding table, applied as they are read from a file."""
+    gain_offset: float = 0.0
+    """Added to every gain as it is read from a file; other than 0 keeps gains in float32."""
+    logits_scale: float = 1.0
+    """Factor on the gain of the last norm, applied as it is read from a file."""
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+
+    @property
+    def ties_table(self) -> bool:
+        """Whether "embed" and "lm_head" are the same numbers, too: a scaled table is another."""
+        return self.tie_word_embeddings and self.embedding_scale == 1
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotary embeddings of all layers, in the order of `layer_ropes`."""
+        return self.rope, *self.other_ropes
 
     def has_experts(self, layer_idx: int) -> bool:
         """Whether a layer's feed-forward layer is a mixture of experts."""
@@ -99,5 +164,37 @@ class ModelConfig:
             self,
             num_layers=len(layers),
             sliding_windows=tuple(self.sliding_windows[i] for i in layers),
+            layer_ropes=tuple(self.layer_ropes[i] for i in layers) if self.layer_ropes else (),
             experts=experts,
         )
+
+    def facts(self) -> dict[str, Any]:
+        """The configuration as JSON has it, without fields that a family rarely needs.
+
+        A field with a default is left out where it holds it, so that a configuration that older
+        releases could describe has the facts that they wrote.
+        """
+        return _facts(self, always=_FIRST_MODEL_FIELDS)
+
+
+_FIRST_MODEL_FIELDS = frozenset({"experts"})
+_FIRST_ROPE_FIELDS = frozenset(
+    {"kind", "factor", "original_max_position", "low_freq_factor", "high_freq_factor"}
+    | {"beta_fast", "beta_slow", "attention_factor", "truncate"}
+)
+"""Fields with defaults that were written from the first release on."""
+
+
+def _facts(value: Any, *, always: frozenset[str] = frozenset()) -> Any:
+    """A dataclass as a dict, less its defaults; lists for tuples and values for enums."""
+    if isinstance(value, RopeConfig):
+        always = _FIRST_ROPE_FIELDS
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _facts(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name in always or getattr(value, field.name) != field.default
+        }
+    if isinstance(value, tuple):
+        return [_facts(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value

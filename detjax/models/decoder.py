@@ -17,6 +17,7 @@ from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
+    angles_of,
     attend,
     attend_from,
     embed_tokens,
@@ -26,12 +27,14 @@ from detjax.models.layers import (
     project,
     rope_rows,
     row_parallel_norm,
+    row_parallel_norm_add,
     see_tokens,
     wanted_rows,
 )
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.softcap.api import softcap
 from detjax.parallel.exchange import Exchange
 from detjax.parallel.mesh import TP_AXIS
 
@@ -61,7 +64,7 @@ class CanonicalOps:
     Attributes:
         ctx: The model and its mesh.
         tokens: New tokens and where they stand.
-        cos: Cosines of each token's position, [M, half].
+        cos: Cosines of each token's position, [M, R * half]: those of each rotary embedding.
         sin: Likewise.
         exchange: Adds few rows over ranks; None where XLA's collectives do.
         wanted: Which token of each sequence goes through the last layer, int32 [B]; None for all.
@@ -75,15 +78,16 @@ class CanonicalOps:
     wanted: Any
 
     def embed(self, table, ids, gain) -> Stream:
-        """Leave the first norm to the first product."""
-        del gain
-        return Stream(residual=embed_tokens(self.ctx, table, ids), x=None)
+        """Leave the first norm to the first product, if there is one."""
+        residual = embed_tokens(self.ctx, table, ids)
+        return Stream(residual=residual, x=residual if gain is None else None)
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Attend over the cache, the new tokens included. In the last layer from those wanted."""
         ctx, tokens, wanted = self.ctx, self.tokens, self.wanted
         qkv, stream = project(ctx, weights, stream)
-        operands = ctx, weights, qkv, self.cos, self.sin, cache, tokens, layer_idx
+        cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
+        operands = ctx, weights, qkv, cos, sin, cache, tokens, layer_idx
         if wanted is None or layer_idx < ctx.config.num_layers - 1:
             return *attend(*operands), stream
         residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
@@ -97,6 +101,12 @@ class CanonicalOps:
         """A tree of leaves over ranks, then the residual stream, then the norm."""
         return row_parallel_norm(
             self.ctx, x, w, stream.residual, bias, gain, exchange=self.exchange
+        )
+
+    def norm_add(self, x, w, bias, gains, stream: Stream) -> Stream:
+        """A tree of leaves over ranks, its norm, the residual stream, and the norm of that."""
+        return row_parallel_norm_add(
+            self.ctx, x, w, stream.residual, bias, gains, exchange=self.exchange
         )
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
@@ -152,6 +162,8 @@ def local_logits(
     logits = linear(
         hidden, params["lm_head"], out_dtype=jnp.dtype(jnp.float32), backend=ctx.backend
     )
+    if ctx.config.logits_softcap is not None:
+        logits = softcap(logits, cap=ctx.config.logits_softcap, backend=ctx.backend)
     return mask_padding(ctx, logits)
 
 

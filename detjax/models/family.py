@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from detjax.models.config import Gating, NormPlacement
+
 
 class BiasRule(enum.Enum):
     """Whether a family's linear layers have a bias."""
@@ -13,6 +15,7 @@ class BiasRule(enum.Enum):
     NEVER = "never"
     ALWAYS = "always"
     AS_CONFIGURED = "attention_bias"  # the key of this name says
+    OUT_AS_CONFIGURED = "attention_out_bias"
 
 
 class WindowRule(enum.Enum):
@@ -21,6 +24,16 @@ class WindowRule(enum.Enum):
     NEVER = "never"
     EVERY_LAYER = "every layer"  # `sliding_window`, unless null, holds for all layers
     BY_LAYER = "by layer"  # `use_sliding_window`, then `layer_types` or `max_window_layers`
+    BY_PATTERN = "by pattern"  # `layer_types`, or all but each `sliding_window_pattern`-th
+
+
+class RopeRule(enum.Enum):
+    """Which rotary embedding a layer of a family has."""
+
+    ONE = "one"
+    SOME_LAYERS = "some layers"  # where `no_rope_layers` has 1, or by `no_rope_layer_interval`
+    WINDOWS_ALONE = "windows alone"  # layers without a window have none, if others have one
+    BY_WINDOW = "by window"  # layers with a window have one of their own, without scaling
 
 
 ROUTER_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
@@ -59,15 +72,37 @@ class Family:
         checked: Further keys of this family, each with the only values that are supported.
         inert: Further keys of this family that cannot change a logit, `checked` being as it is.
         experts: The keys of its mixtures of experts; None has none.
+        norms: Where a layer normalises.
+        is_qk_norm_whole: Whether q and k are normalised over all heads at once.
+        gating: What gates the feed-forward layer.
+        gain_offset: Added to every gain.
+        scales_embedding: Whether embeddings are multiplied by the root of their width, rounded to
+            the weights' dtype.
+        ropes: Which rotary embedding a layer has.
+        partial_rotary: Share of a head's channels that are rotated where `partial_rotary_factor` is
+            absent; None rotates all, whatever the file says.
+        is_interleaved: Whether rotary embedding pairs channels 2c and 2c + 1.
+        tensor_names: Of a layer's tensors: detjax's name, less ".weight", and the checkpoint's.
+        fused: Projections that a checkpoint stores as one, by its name, less ".weight".
     """
 
     name: str
     architectures: tuple[str, ...]
     defaults: Mapping[str, Any]
-    qkv_bias: BiasRule
-    o_bias: BiasRule
-    qk_norm: bool
-    windows: WindowRule
+    qkv_bias: BiasRule = BiasRule.NEVER
+    o_bias: BiasRule = BiasRule.NEVER
+    qk_norm: bool = False
+    windows: WindowRule = WindowRule.NEVER
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     experts: ExpertKeys | None = None
+    norms: NormPlacement = NormPlacement.BEFORE
+    is_qk_norm_whole: bool = False
+    gating: Gating = Gating.SWIGLU
+    gain_offset: float = 0.0
+    scales_embedding: bool = False
+    ropes: RopeRule = RopeRule.ONE
+    partial_rotary: float | None = None
+    is_interleaved: bool = False
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

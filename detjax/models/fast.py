@@ -16,11 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.models.config import Gating
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
+    angles_of,
     embed_tokens,
+    normalise_all_heads,
     rope_rows,
     see_tokens,
     wanted_rows,
@@ -30,8 +33,15 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import LARGEST, QUANTIZED, AnyMatrix, expanded
+from detjax.pallas_kernels.linear.quantized import (
+    LARGEST,
+    QUANTIZED,
+    AnyMatrix,
+    W8A8Matrix,
+    expanded,
+)
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
 
@@ -52,8 +62,9 @@ class FastOps:
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Write keys and values, then attend over the cache."""
+        cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
         cache, heads = _attention_layer(
-            self.ctx, weights, stream.x, self.cos, self.sin, cache, self.tokens, layer_idx
+            self.ctx, weights, stream.x, cos, sin, cache, self.tokens, layer_idx
         )
         if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
             return cache, heads, stream
@@ -65,11 +76,18 @@ class FastOps:
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
-        return _swiglu(_product(stream.x, weights["gate_up"], stream.x.dtype))
+        gate_up = _product(stream.x, weights["gate_up"], stream.x.dtype)
+        return _geglu(gate_up) if self.ctx.config.gating is Gating.GEGLU else _swiglu(gate_up)
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A product, a sum over ranks, a sum, a norm."""
         return self._normalised(stream.residual + _row_parallel(self.ctx, x, w, bias), gain)
+
+    def norm_add(self, x, w, bias, gains, stream: Stream) -> Stream:
+        """A product, a sum over ranks, a norm, a sum, a norm."""
+        product = _row_parallel(self.ctx, x, w, bias)
+        added = _rms_norm(product, gains.after, self.ctx.config.rms_norm_eps)
+        return self._normalised(stream.residual + added, gains.before)
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Ragged products of the rows sorted by expert, a scatter-add, a sum over ranks, a norm."""
@@ -77,6 +95,8 @@ class FastOps:
         return cache, self._normalised(stream.residual + added, gain)
 
     def _normalised(self, residual, gain) -> Stream:
+        if gain is None:
+            return Stream(residual, residual)
         return Stream(residual, _rms_norm(residual, gain, self.ctx.config.rms_norm_eps))
 
 
@@ -119,7 +139,9 @@ def local_logits_fast(
     ctx: ForwardContext, params: dict, hidden: Activation[Array, "M D"]
 ) -> Float32[Array, "M v"]:
     """This rank's share of the float32 logits; columns past the vocabulary are -inf. No claim."""
-    return mask_padding(ctx, _product(hidden, params["lm_head"], jnp.float32))
+    logits = _product(hidden, params["lm_head"], jnp.float32)
+    cap = ctx.config.logits_softcap
+    return mask_padding(ctx, logits if cap is None else cap * jnp.tanh(logits / cap))
 
 
 def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
@@ -207,10 +229,14 @@ def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array
 
 
 def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M i"], w: Any, bias) -> jax.Array:
-    """Multiply by weights whose inputs are split over ranks; the sum, on every rank."""
-    out = _product(x, w, jnp.float32 if ctx.tp > 1 else x.dtype)
-    if ctx.tp > 1:
-        out = lax.psum(out, TP_AXIS).astype(x.dtype)
+    """Multiply by weights that are split over ranks; the sum over all inputs, on every rank."""
+    if ctx.tp > 1 and isinstance(w, W8A8Matrix):
+        # Ranks own outputs of such weights.
+        out = gather_columns(_product(gather_columns(x, TP_AXIS), w, x.dtype), TP_AXIS)
+    elif ctx.tp > 1:
+        out = lax.psum(_product(x, w, jnp.float32), TP_AXIS).astype(x.dtype)
+    else:
+        out = _product(x, w, x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)[None]
 
 
@@ -277,6 +303,11 @@ def _swiglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
+def _geglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.gelu(gate, approximate=True) * up).astype(gate_up.dtype)
+
+
 def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -300,11 +331,13 @@ def _attention_layer(
     if "qkv_bias" in weights:
         qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
     ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    if config.is_qk_norm_whole:
+        qkv = normalise_all_heads(ctx, weights, qkv)
     qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
     gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
     window = config.sliding_windows[layer]
     place = (pages, tokens.page_table, tokens.positions)
-    if KERNELS[ctx.backend].attention_beats_xla:
+    if KERNELS[ctx.backend].attention_beats_xla and config.attention_softcap is None:
         out, pages = rope_attention(
             qkv, cos, sin, gains, *place,
             layer=layer, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
@@ -316,7 +349,9 @@ def _attention_layer(
     q, k = _rope(q, cos, sin), _rope(k, cos, sin)
     pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
-    out = _gathered_attention(q, pages[layer], tokens.page_table, tokens.positions, window)
+    out = _gathered_attention(
+        q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap
+    )
     return pages, out.reshape(x.shape[0], -1)
 
 
@@ -326,6 +361,7 @@ def _gathered_attention(
     page_table: Int32[Array, "B n"],
     positions: Int32[Array, "B T"],
     window: int | None,
+    softcap: float | None,
 ) -> Activation[Array, "B T H C"]:
     """Attention by two products over a copy of each sequence's pages."""
     batch, query_len, num_heads, channels = q.shape
@@ -343,6 +379,8 @@ def _gathered_attention(
     q = q.reshape(batch, query_len, kv_heads, num_heads // kv_heads, channels)
     scores = jnp.einsum("btkgc,bnkpc->bkgtnp", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(*scores.shape[:4], -1) * channels**-0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     is_seen = is_seen[:, None, None]
     # A row of padding sees nothing; a finite fill keeps it from NaN.
     weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1).astype(q.dtype)

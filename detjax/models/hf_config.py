@@ -10,13 +10,15 @@ other key is refused, because a key that is skipped may be the one that changes 
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from detjax.models.config import ExpertConfig, ModelConfig
-from detjax.models.family import BiasRule, Family, WindowRule
-from detjax.models.hf_rope import rope_config, scaled_context
+from detjax.models.family import BiasRule, Family
+from detjax.models.hf_layers import layer_ropes, sliding_windows
+from detjax.models.hf_rope import scaled_context
 from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
 from detjax.models.registry import find_family
@@ -76,7 +78,6 @@ READ_KEYS = frozenset(
 
 
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_hf(
@@ -169,14 +170,18 @@ def _model_config(
         )
     vocab_size = int_of(full, "vocab_size")
     max_position = int_of(full, "max_position_embeddings")
-    eos_ids = _token_ids(full, "eos_token_id", vocab_size)
-    generation_eos_ids = _token_ids(
-        {"eos_token_id": None, **generation}, "eos_token_id", vocab_size
-    )
-    bos_ids = _token_ids(full, "bos_token_id", vocab_size)
-    if len(bos_ids) > 1:
+    eos_ids = [
+        token_id
+        for values_of in (full, {"eos_token_id": None, **generation})
+        for token_id in _token_ids(values_of, "eos_token_id", vocab_size)
+    ]
+    if len(bos_ids := _token_ids(full, "bos_token_id", vocab_size)) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
-    rope = rope_config(values, default_theta=family.defaults["rope_theta"], max_len=max_position)
+    head_dim = _head_dim(full, hidden_size=hidden_size, num_heads=num_heads)
+    windows = sliding_windows(full, family.windows)
+    sizes = {"head_dim": head_dim, "max_len": max_position}
+    ropes, rope_of_layer = layer_ropes(values, family, windows=windows, **sizes)
+    eps, scales = number_of(full, "rms_norm_eps"), _scales(full, family, head_dim=head_dim)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -184,20 +189,68 @@ def _model_config(
         num_layers=int_of(full, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(full, hidden_size=hidden_size, num_heads=num_heads),
+        head_dim=head_dim,
         intermediate_size=int_of(full, "intermediate_size"),
-        rms_norm_eps=number_of(full, "rms_norm_eps"),
-        rope=rope,
-        max_position_embeddings=max(max_position, scaled_context(rope)),
+        # The residual stream is kept without its multiplier: the norms see the same direction.
+        rms_norm_eps=eps / scales.residual**2,
+        rope=dataclasses.replace(ropes[0], scale=scales.attention),
+        max_position_embeddings=scaled_context(ropes[0], max_position),
         tie_word_embeddings=flag_of(full, "tie_word_embeddings"),
         qkv_bias=_has_bias(family.qkv_bias, full),
         o_bias=_has_bias(family.o_bias, full),
         qk_norm=family.qk_norm,
-        sliding_windows=_sliding_windows(full, family.windows),
+        sliding_windows=windows,
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=tuple(dict.fromkeys(eos_ids + generation_eos_ids)),
+        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
         experts=_experts(values, full, family),
+        other_ropes=tuple(dataclasses.replace(r, scale=scales.attention) for r in ropes[1:]),
+        layer_ropes=rope_of_layer,
+        norms=family.norms,
+        is_qk_norm_whole=family.is_qk_norm_whole,
+        gating=family.gating,
+        embedding_scale=scales.embedding / scales.residual,
+        gain_offset=family.gain_offset,
+        logits_scale=1 / scales.logits,
+        attention_softcap=_softcap(full, "attn_logit_softcapping"),
+        logits_softcap=_softcap(full, "final_logit_softcapping"),
     )
+
+
+class _Scales(NamedTuple):
+    """Multipliers of a model.
+
+    Attributes:
+        embedding: Of embeddings.
+        residual: Of what is added to the residual stream.
+        attention: Of queries and of keys, beside the usual `1 / sqrt(head_dim)` of scores.
+        logits: What logits are divided by.
+    """
+
+    embedding: float
+    residual: float
+    attention: float
+    logits: float
+
+
+def _scales(values: Mapping[str, Any], family: Family, *, head_dim: int) -> _Scales:
+    """The multipliers of a family that has them; 1 for others."""
+
+    def of(key: str) -> float:
+        return number_of(values, key) if key in family.defaults else 1.0
+
+    attention = 1.0
+    if "attention_multiplier" in family.defaults:
+        attention = math.sqrt(of("attention_multiplier") * math.sqrt(head_dim))
+    elif "query_pre_attn_scalar" in family.defaults:
+        attention = math.sqrt(math.sqrt(head_dim / of("query_pre_attn_scalar")))
+    embedding = of("embedding_multiplier")
+    if family.scales_embedding:
+        embedding = math.sqrt(int_of(values, "hidden_size"))
+    return _Scales(embedding, of("residual_multiplier"), attention, of("logits_scaling"))
+
+
+def _softcap(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else number_of(values, key)
 
 
 def _check_keys(values: Mapping[str, Any], family: Family) -> None:
@@ -205,6 +258,8 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
     mapped = family.defaults.keys() | family.inert | INERT_KEYS | READ_KEYS | ROPE_KEYS
     if family.experts is not None:
         mapped = mapped.union(family.experts.num_experts)
+    if family.partial_rotary is not None:
+        mapped = mapped | {"partial_rotary_factor"}
     checked = {**CHECKED_KEYS, **family.checked}
     for key, value in values.items():
         if key in mapped:
@@ -258,30 +313,9 @@ def _head_dim(values: Mapping[str, Any], *, hidden_size: int, num_heads: int) ->
 
 
 def _has_bias(rule: BiasRule, values: Mapping[str, Any]) -> bool:
-    if rule is BiasRule.AS_CONFIGURED:
+    if rule in (BiasRule.AS_CONFIGURED, BiasRule.OUT_AS_CONFIGURED):
         return flag_of(values, rule.value)
     return rule is BiasRule.ALWAYS
-
-
-def _sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
-    """Window of every layer: key j is visible to query i if i - window < j <= i."""
-    num_layers = int_of(values, "num_hidden_layers")
-    window = None
-    if rule is not WindowRule.NEVER and values["sliding_window"] is not None:
-        window = int_of(values, "sliding_window")
-    first_sliding = 0
-    if rule is WindowRule.BY_LAYER:
-        window = window if flag_of(values, "use_sliding_window") else None
-        first_sliding = int_of(values, "max_window_layers", minimum=0)
-    is_sliding = [window is not None and i >= first_sliding for i in range(num_layers)]
-    types = values.get("layer_types")
-    if types is not None:
-        derived = [SLIDING if sliding else FULL for sliding in is_sliding]
-        _check_layer_types(
-            types, derived, is_free=rule is WindowRule.BY_LAYER and window is not None
-        )
-        is_sliding = [kind == SLIDING for kind in types]
-    return tuple(window if sliding else None for sliding in is_sliding)
 
 
 def _experts(
@@ -323,21 +357,3 @@ def _expert_layers(values: Mapping[str, Any]) -> list[bool]:
             f"mlp_only_layers={dense!r:.80} must be a list of layers from 0 to {num_layers - 1}"
         )
     return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
-
-
-def _check_layer_types(types: Any, derived: list[str], *, is_free: bool) -> None:
-    """`layer_types` may choose only where a window is given and the family lets layers differ."""
-    if not isinstance(types, list) or len(types) != len(derived):
-        raise ValueError(
-            f"layer_types={types!r} must be a list of num_hidden_layers={len(derived)} names"
-        )
-    for i, (kind, expected) in enumerate(zip(types, derived, strict=True)):
-        if kind not in (FULL, SLIDING):
-            raise ValueError(
-                f"layer_types[{i}]={kind!r} is not supported; detjax has {FULL!r} and {SLIDING!r}"
-            )
-        if kind != expected and not is_free:
-            raise ValueError(
-                f"layer_types[{i}]={kind!r} contradicts the other keys, by which the layer is "
-                f"{expected!r}; correct layer_types, use_sliding_window or sliding_window"
-            )

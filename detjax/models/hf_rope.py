@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings of a `config.json`, as transformers' `modeling_rope_utils` reads them."""
 
+import dataclasses
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
 from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.family import Family
 from detjax.models.hf_values import flag_of, int_of, number_of
 
 ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
@@ -27,12 +29,34 @@ ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
             "truncate",
         }
     ),
+    RopeKind.LONGROPE: frozenset(
+        {"factor", "short_factor", "long_factor", "attention_factor"}
+        | {"original_max_position_embeddings"}
+    ),
 }
 """What each kind of rotary scaling reads, beside its type, base and partial factor."""
 
+OLDER_NAMES = {"su": RopeKind.LONGROPE.value}
+MAX_FACTORS = 4096
 
-def rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: int) -> RopeConfig:
-    """Read rotary parameters as transformers' `modeling_rope_utils` does."""
+
+def rope_config(
+    values: Mapping[str, Any],
+    *,
+    default_theta: float,
+    max_len: int,
+    head_dim: int,
+    family: Family,
+) -> RopeConfig:
+    """Read rotary parameters as transformers' `modeling_rope_utils` does.
+
+    Args:
+        values: The parsed `config.json`.
+        default_theta: Where the file has no base.
+        max_len: The context that the file names.
+        head_dim: Channels of a head.
+        family: Of the model. Only one with a key for the original context has longrope.
+    """
     given, source = _rope_parameters(values)
     top_theta, nested_theta = values.get("rope_theta"), given.pop("rope_theta", None)
     if top_theta is not None and nested_theta is not None and top_theta != nested_theta:
@@ -44,14 +68,20 @@ def rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: int
     if old_name is not None and new_name is not None and old_name != new_name:
         raise ValueError(f"{source} has type={old_name!r} and rope_type={new_name!r}; keep one")
     name = new_name or old_name or "default"
-    if name not in [kind.value for kind in RopeKind]:  # a list, as it need not be hashable
+    if isinstance(name, str):
+        name = OLDER_NAMES.get(name, name)
+    has_longrope = "original_max_position_embeddings" in family.defaults
+    kinds = [k.value for k in ROPE_PARAMETERS if has_longrope or k is not RopeKind.LONGROPE]
+    if name not in kinds:  # a list, as it need not be hashable
         raise ValueError(
             f"{source} asks for rope_type={name!r}, which is not supported; detjax has "
-            f"{', '.join(kind.value for kind in RopeKind)}"
+            f"{', '.join(kinds)} for {family.name!r}"
         )
-    partial = given.pop("partial_rotary_factor", 1)
-    if partial != 1:
-        raise ValueError(f"partial_rotary_factor={partial!r} is not supported; detjax rotates all")
+    rotary_dim = _rotary_dim(values, given, partial=family.partial_rotary, head_dim=head_dim)
+    if name == RopeKind.LONGROPE.value and "original_max_position_embeddings" not in given:
+        given["original_max_position_embeddings"] = values.get(
+            "original_max_position_embeddings", max_len
+        )
     for key, value in given.items():
         if key not in ROPE_PARAMETERS[RopeKind(name)]:
             raise ValueError(
@@ -59,7 +89,37 @@ def rope_config(values: Mapping[str, Any], *, default_theta: float, max_len: int
                 "correct rope_type"
             )
     theta = number_of({"rope_theta": theta}, "rope_theta")
-    return _scaled_rope(RopeKind(name), given, theta=theta, max_len=max_len, source=source)
+    rope = _scaled_rope(RopeKind(name), given, theta=theta, max_len=max_len, source=source)
+    if rope.short_factors and len(rope.short_factors) != (rotary_dim or head_dim) // 2:
+        raise ValueError(
+            f"{source}['short_factor'] has {len(rope.short_factors)} numbers, and the rotated "
+            f"channels of a head make {(rotary_dim or head_dim) // 2} pairs; correct the file"
+        )
+    return dataclasses.replace(rope, rotary_dim=rotary_dim)
+
+
+def _rotary_dim(
+    values: Mapping[str, Any], given: dict[str, Any], *, partial: float | None, head_dim: int
+) -> int:
+    """Channels of a head that are rotated, 0 for all; takes the key out of `given`."""
+    shares = [given.pop("partial_rotary_factor", None), values.get("partial_rotary_factor")]
+    shares = [share for share in shares if share is not None]
+    if any(share != shares[0] for share in shares):
+        raise ValueError(f"two values of partial_rotary_factor, {shares}; keep one")
+    share = shares[0] if shares else 1 if partial is None else partial
+    if share == 1:
+        return 0
+    if partial is None:
+        raise ValueError(f"partial_rotary_factor={share!r} is not supported; detjax rotates all")
+    rotary_dim = int(
+        head_dim * number_of({"partial_rotary_factor": share}, "partial_rotary_factor")
+    )
+    if rotary_dim % 2 or not 2 <= rotary_dim < head_dim:
+        raise ValueError(
+            f"partial_rotary_factor={share!r} rotates {rotary_dim} of {head_dim=} channels; it "
+            "must rotate an even number of them, and at least 2"
+        )
+    return rotary_dim
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -96,6 +156,8 @@ def _scaled_rope(
             },
             theta=theta,
         )
+    if kind is RopeKind.LONGROPE:
+        return _longrope(given, theta=theta, max_len=max_len, source=source)
     required = ROPE_PARAMETERS[kind]
     if missing := sorted(required - given.keys()):
         raise ValueError(f"{source} of rope_type={kind.value!r} lacks {', '.join(missing)}")
@@ -115,12 +177,42 @@ def _scaled_rope(
     )
 
 
-def scaled_context(rope: RopeConfig) -> int:
-    """Tokens for which yarn makes a model: who adds it to a file need not raise its context."""
+def scaled_context(rope: RopeConfig, max_len: int) -> int:
+    """Tokens that a model of this context takes with this scaling.
+
+    Yarn makes a model for more tokens: who adds it to a file need not raise its context. Of
+    longrope the factors of short texts are computed, so the context is the original one.
+    """
+    if rope.kind is RopeKind.LONGROPE:
+        return min(max_len, rope.original_max_position)
     if rope.kind is not RopeKind.YARN:
-        return 0
+        return max_len
     context = {"max_position_embeddings": int(rope.factor * rope.original_max_position)}
-    return int_of(context, "max_position_embeddings")
+    return max(max_len, int_of(context, "max_position_embeddings"))
+
+
+def _longrope(given: Mapping[str, Any], *, theta: float, max_len: int, source: str) -> RopeConfig:
+    """The factors of texts up to the original context; those of longer ones are checked alone."""
+    original = int_of(given, "original_max_position_embeddings", minimum=2)
+    for key in ("short_factor", "long_factor"):
+        factors = given.get(key)
+        if not isinstance(factors, list) or len(factors) > MAX_FACTORS:
+            raise ValueError(f"{source}[{key!r}]={factors!r:.80} must be a list of numbers")
+    short = tuple(number_of({"short_factor": f}, "short_factor") for f in given["short_factor"])
+    factor = number_of({"factor": max_len / original, **given}, "factor")
+    attention_factor = 1.0
+    if "attention_factor" in given:
+        attention_factor = number_of(given, "attention_factor")
+    elif factor > 1:
+        # By decimal: the same on every machine.
+        attention_factor = float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt())
+    return RopeConfig(
+        theta=theta,
+        kind=RopeKind.LONGROPE,
+        original_max_position=original,
+        attention_factor=attention_factor,
+        short_factors=short,
+    )
 
 
 def _yarn_rope(given: Mapping[str, Any], *, theta: float) -> RopeConfig:

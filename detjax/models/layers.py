@@ -4,6 +4,7 @@
 No arithmetic of their own: kernels, collectives and indexing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models.config import ExpertConfig, ModelConfig
+from detjax.models.config import ExpertConfig, Gating, ModelConfig
+from detjax.models.params import kv_layout
 from detjax.models.taps import NO_TAPS, NoTaps, Share, Taps
-from detjax.models.transformer import Stream
-from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.models.transformer import AfterGains, Stream
+from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
+from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear.api import (
     combine_norm_linear,
     defers_norm,
@@ -46,6 +49,7 @@ from detjax.pallas_kernels.moe.api import (
 )
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.portable import split_heads
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
@@ -137,6 +141,17 @@ def rope_rows(
     return cos, sin
 
 
+def angles_of(
+    config: ModelConfig, rows: Float32[Array, "M halves"], layer: int
+) -> Float32[Array, "M half"]:
+    """The cosines or sines of a layer, from those of all rotary embeddings of the model."""
+    if not config.other_ropes:
+        return rows
+    half = config.head_dim // 2
+    start = config.layer_ropes[layer] * half
+    return rows[:, start : start + half]
+
+
 def see_tokens(ctx: ForwardContext, tokens: Tokens, cos, sin) -> None:
     """Show the taps which tokens run, and the rows of the rotary tables."""
     ctx.taps.see("ids", tokens.ids)
@@ -150,22 +165,53 @@ def project(
 ) -> tuple[Activation[Array, "M o"], Stream]:
     """Queries, keys and values, and the stream with its residual added up."""
     residual, x = stream
-    w, bias, gain = weights["qkv"], weights.get("qkv_bias"), weights["attn_norm"]
+    w, bias = weights["qkv"], weights.get("qkv_bias")
     options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
     if isinstance(w, AdaptedMatrix):
-        qkv = adapted_linear(ctx, final_rows(ctx, residual, x, gain), w, bias)
+        rows = final_rows(ctx, residual, x, weights["attn_norm"])
+        qkv = adapted_linear(ctx, rows, w, bias)
     elif x is not None:
         qkv = linear(x, w, bias, **options)
     elif isinstance(residual, UnaddedExperts):
         qkv, total = combine_experts_norm_linear(
-            residual.y, residual.weights, residual.residual, gain, w, bias,
+            residual.y, residual.weights, residual.residual, weights["attn_norm"], w, bias,
             eps=ctx.config.rms_norm_eps, **options,
         )  # fmt: skip
         stream = Stream(residual=total, x=None)
     else:
-        qkv = norm_linear(residual, gain, w, bias, eps=ctx.config.rms_norm_eps, **options)
+        gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
+        qkv = norm_linear(residual, gain, w, bias, eps=eps, **options)
     ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    if ctx.config.is_qk_norm_whole:
+        qkv = normalise_all_heads(ctx, weights, qkv)
     return qkv, stream
+
+
+def normalise_all_heads(
+    ctx: ForwardContext, weights: dict, qkv: Activation[Array, "M o"]
+) -> Activation[Array, "M o"]:
+    """Normalise the queries of a token over all heads of all ranks, and its keys over all heads."""
+    config, tp, channels = ctx.config, ctx.tp, ctx.config.head_dim
+    layout = kv_layout(config.num_heads, config.num_kv_heads, tp)
+    q, k, v = split_heads(qkv.reshape(len(qkv), -1, channels), config.num_heads // tp)
+
+    def normalised(own: jax.Array, gain: jax.Array, heads: Sequence[int]) -> jax.Array:
+        """`heads`: the head that each slot of all ranks holds."""
+        rows = own.reshape(len(own), -1)
+        if tp > 1:
+            slots = gather_columns(rows, TP_AXIS).reshape(len(own), -1, channels)
+            firsts = jnp.array([heads.index(head) for head in range(heads[-1] + 1)])
+            rows = jnp.take(slots, firsts, axis=1).reshape(len(own), -1)
+        rows = rms_norm(rows, gain, eps=config.rms_norm_eps, backend=ctx.backend)
+        if tp == 1:
+            return rows.reshape(own.shape)
+        slots = jnp.take(rows.reshape(len(own), -1, channels), jnp.array(heads), axis=1)
+        start = lax.axis_index(TP_AXIS) * own.shape[1]
+        return lax.dynamic_slice_in_dim(slots, start, own.shape[1], axis=1)
+
+    q = normalised(q, weights["q_norm_whole"], range(config.num_heads))
+    k = normalised(k, weights["k_norm_whole"], layout.heads)
+    return jnp.concatenate([q, k, v], axis=1).reshape(qkv.shape)
 
 
 def attend(
@@ -180,6 +226,8 @@ def attend(
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Attention of projected tokens. Returns the cache and this rank's heads."""
     config = ctx.config
+    if config.attention_softcap is not None:
+        return attend_from(ctx, weights, qkv, cos, sin, pages, tokens, layer, wanted=None)
     batch, length = tokens.ids.shape
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
@@ -216,9 +264,12 @@ def attend_from(
     tokens: Tokens,
     layer: int,
     *,
-    wanted: Int32[Array, " B"],
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B i"]]:
-    """`attend` from one token of each sequence; the others leave their keys and values."""
+    wanted: Int32[Array, " B"] | None,
+) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "R i"]]:
+    """`attend` from one token of each sequence; the others leave their keys and values.
+
+    None wants all.
+    """
     config = ctx.config
     q, pages = rope_into_cache(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
@@ -232,18 +283,22 @@ def attend_from(
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )
-    q = q.reshape(*tokens.ids.shape, *q.shape[1:])
+    q, positions = q.reshape(*tokens.ids.shape, *q.shape[1:]), tokens.positions
+    if wanted is not None:
+        q = jnp.take_along_axis(q, wanted[:, None, None, None], axis=1)
+        positions = jnp.take_along_axis(positions, wanted[:, None], axis=1)
     out = attention(
-        jnp.take_along_axis(q, wanted[:, None, None, None], axis=1),
+        q,
         pages,
         tokens.page_table,
-        jnp.take_along_axis(tokens.positions, wanted[:, None], axis=1),
+        positions,
         layer=layer,
         window=config.sliding_windows[layer],
+        softcap=config.attention_softcap,
         profile=ctx.profile,
         backend=ctx.backend,
     )
-    return pages, out.reshape(len(wanted), -1)
+    return pages, out.reshape(positions.size, -1)
 
 
 def wanted_rows(
@@ -280,6 +335,10 @@ def gated_layer(
     if isinstance(weights["gate_up"], AdaptedMatrix):
         rows = final_rows(ctx, residual, x, weights["mlp_norm"])
         return swiglu(adapted_linear(ctx, rows, weights["gate_up"], None), backend=ctx.backend)
+    if ctx.config.gating is Gating.GEGLU:
+        x = final_rows(ctx, residual, x, weights["mlp_norm"])
+        gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=ctx.backend)
+        return geglu(gate_up, backend=ctx.backend)
     if x is None:
         return norm_linear_swiglu(
             residual,
@@ -472,6 +531,30 @@ def _adapted_row_parallel(
     return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=ctx.backend))
 
 
+def _add_own_outputs(
+    ctx: ForwardContext,
+    x: Activation[Array, "M i"],
+    w: W8A8Matrix,
+    residual: Activation[Array, "R D"],
+    bias: Activation[Array, " D"] | None,
+    reduction: Reduction,
+) -> Activation[Array, "M D"]:
+    """A product of which each rank computes its share of the outputs, from whole rows.
+
+    WHY: a row's greatest value, and the order of a sum of float8, are of all of K. All that ranks
+    exchange are copies, so the bits are those of one rank.
+    """
+    x = gather_columns(x, TP_AXIS)
+    if residual.shape[0] != x.shape[0]:
+        residual = lax.all_gather(residual, TP_AXIS, axis=0, tiled=True)
+    share = w.shape[0]
+    first = lax.axis_index(TP_AXIS) * share
+    own = lax.dynamic_slice_in_dim(residual, first, share, axis=1)
+    own_bias = None if bias is None else lax.dynamic_slice_in_dim(bias, first, share)
+    total = linear_add(x, w, own, own_bias, reduction=reduction, backend=ctx.backend)
+    return gather_columns(total, TP_AXIS)
+
+
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
@@ -481,6 +564,7 @@ def row_parallel_norm(
     gain: Activation[Array, " D"],
     *,
     exchange: Exchange | None = None,
+    may_scatter: bool = True,
 ) -> Stream:
     """Multiply by weights whose inputs are split over ranks, add to the residual stream, normalise.
 
@@ -488,12 +572,15 @@ def row_parallel_norm(
     them in its own launch (few rows). One rank does it in one operation; several add their subtrees
     in between or in the product, in the form that suits the number of rows (see
     `parallel.exchange`; without `exchange` through XLA's collectives). Where rows are many, each
-    rank keeps its own of the residual stream. The bits are the same.
+    rank keeps its own of the residual stream if it may. The bits are the same. Ranks own outputs of
+    8-bit weights that multiply 8-bit activations, not inputs.
     """
     if isinstance(w, AdaptedMatrix):
         return _adapted_row_parallel(ctx, x, w, residual, bias, gain)
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
     eps, backend = ctx.config.rms_norm_eps, ctx.backend
+    if ctx.tp > 1 and isinstance(w, W8A8Matrix):
+        return Stream(residual=_add_own_outputs(ctx, x, w, residual, bias, reduction), x=None)
     if ctx.tp == 1 and defers_norm(x, w, reduction=reduction, backend=backend):
         # WHY: two launches a layer fewer. More rows would not fit beside the streaming weights, and
         # there the kernel that adds the CTAs' subtrees normalises as well.
@@ -524,7 +611,7 @@ def row_parallel_norm(
         return Stream(*added)
     partial = linear_partial(x, w, reduction=reduction, backend=backend)
     ctx.taps.see("partial", parts_in_columns(partial), Share.TERMS)
-    if is_scattered(x.shape[0], ctx.tp):
+    if may_scatter and is_scattered(x.shape[0], ctx.tp):
         added = scatter_add_rms_norm(
             partial, residual, bias, gain, TP_AXIS, ctx.tp, eps=eps, backend=backend
         )
@@ -532,3 +619,35 @@ def row_parallel_norm(
     partial = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=backend)
     ctx.taps.see("sum", parts_in_columns(partial))
     return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=backend))
+
+
+def row_parallel_norm_add(
+    ctx: ForwardContext,
+    x: Activation[Array, "M i"],
+    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix,
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gains: AfterGains,
+    *,
+    exchange: Exchange | None = None,
+) -> Stream:
+    """Multiply, normalise the product, add it to the residual stream, and normalise that.
+
+    The product is `row_parallel_norm` with a residual stream of zeros, so every form of it does.
+    Each rank has all rows of the residual stream.
+    """
+    zeros = jnp.zeros_like(residual)
+    product = row_parallel_norm(
+        ctx, x, w, zeros, bias, gains.after, exchange=exchange, may_scatter=False
+    )
+    normed = final_rows(ctx, *product, gains.after)
+    # WHY: where what follows reads the stream itself, a norm that nobody reads costs no launch.
+    total, out = add_rms_norm(
+        normed.astype(jnp.float32),
+        residual,
+        None,
+        gains.after if gains.before is None else gains.before,
+        eps=ctx.config.rms_norm_eps,
+        backend=ctx.backend,
+    )
+    return Stream(residual=total, x=total if gains.before is None else out)

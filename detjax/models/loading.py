@@ -25,7 +25,7 @@ from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.scheme import QuantizationScheme, as_w8a8
-from detjax.models.rope import rope_tables
+from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.host import put_on_devices, take_to_host
@@ -338,9 +338,7 @@ def place_model(
     )
     if max_len is not None and max_len < config.max_position_embeddings:
         config = dataclasses.replace(config, max_position_embeddings=max_len)
-    tables = rope_tables(
-        config.rope, head_dim=config.head_dim, max_len=config.max_position_embeddings
-    )
+    tables = model_rope_tables(config)
     params = make_params()
     specs = with_packed_specs(specs, params)
     no_exchange = why_no_exchange(mesh, width=config.hidden_size, backend=backend)
@@ -420,8 +418,8 @@ def load_model(
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
-            codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on one Hopper
-            GPU a replica. These change no bit. "w8a8" multiplies 8-bit weights with activations
+            codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on Hopper
+            GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations
             that are quantised by token, as the checkpoint asks: another function, which the
             fingerprint names.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
@@ -436,7 +434,7 @@ def load_model(
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
     is_saved, is_quantized = has_saved_params(folder), read_quantization(folder) is not None
-    form = _matrix_form(quantized_weights, is_quantized, profile, backend, tp=mesh.shape[TP_AXIS])
+    form = _matrix_form(quantized_weights, is_quantized, profile, backend)
     scheme = _scheme_of(folder, form)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
@@ -484,7 +482,7 @@ def _scheme_of(folder: Path, form: MatrixForm) -> QuantizationScheme | None:
 
 
 def _matrix_form(
-    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend, *, tp: int
+    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend
 ) -> MatrixForm:
     """How quantised matrices lie on the devices.
 
@@ -496,7 +494,7 @@ def _matrix_form(
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
     reads_codes = KERNELS[backend].reads_codes
     if mode in ("auto", "expanded"):
-        packs = mode == "auto" and is_quantized and is_bfloat16 and reads_codes and tp == 1
+        packs = mode == "auto" and is_quantized and is_bfloat16 and reads_codes
         return MatrixForm.PACKED if packs else MatrixForm.EXPANDED
     if not is_quantized:
         raise ValueError(
@@ -506,16 +504,6 @@ def _matrix_form(
         raise ValueError(
             f"quantized_weights={mode!r} does not go with {profile.param_dtype.name} weights and "
             f"{profile.activation_dtype.name} compute; use 'expanded', or dtype bfloat16"
-        )
-    if mode == "w8a8" and tp > 1:
-        raise ValueError(
-            f"quantized_weights='w8a8' with {tp=} is not implemented: ranks do not share the "
-            "greatest value of a row yet; use tp=1, or 'auto'"
-        )
-    if reads_codes and tp > 1:
-        raise ValueError(
-            f"quantized_weights='packed' with {tp=} has not been run on several GPUs; use "
-            "'expanded', or tp=1"
         )
     return MatrixForm.W8A8 if mode == "w8a8" else MatrixForm.PACKED
 

@@ -16,8 +16,10 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "expert_down": [U, D, F],
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
                "o_bias": [D],                       # if config.o_bias
-               "q_norm": [C], "k_norm": [C]}, ...]} # if config.qk_norm
-  ```
+               "q_norm": [C], "k_norm": [C],        # if config.qk_norm
+               "q_norm_whole": [H*C], "k_norm_whole": [K*C], # if config.is_qk_norm_whole
+               "attn_norm_after": [D], "mlp_norm_after": [D]}, ...]} # if config.norms says AFTER
+  ```                                               # (then no "attn_norm", "mlp_norm") or BOTH
 
 - The tensors of a checkpoint (`tensor_specs`), each on its own: "q", "k" and "v" in place of "qkv".
 
@@ -42,8 +44,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from detjax.models.config import ModelConfig
+from detjax.models.config import ModelConfig, NormPlacement
 
 Params = dict[str, Any]
 """A nested dict and list of `jax.Array`, as the table above says."""
@@ -52,7 +55,8 @@ Params = dict[str, Any]
 class ParamRole(enum.Enum):
     """What a parameter does. Decides how a random one is drawn, and what may be narrowed.
 
-    Every parameter has the profile's weight dtype; a `MATRIX` may have 8 bits in drafts.
+    Every parameter has the profile's weight dtype, but for gains that `TensorSpec.is_wide`; a
+    `MATRIX` may have 8 bits in drafts.
     """
 
     TABLE = "table"  # rows are looked up
@@ -129,11 +133,12 @@ ROUTER_BLOCK = 64
 """Rows of a router as stored are whole blocks of this: Hopper's products compute no part of one."""
 
 EMBED_NAME = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
 
 MODEL = (
     Param("embed", TABLE, COLUMNS, _one("embed", EMBED_NAME, "V D")),
     Param("final_norm", GAIN, WHOLE, _one("final_norm", "model.norm.weight", "D")),
-    Param("lm_head", MATRIX, ROWS, _one("lm_head", "lm_head.weight", "V D")),
+    Param("lm_head", MATRIX, ROWS, _one("lm_head", HEAD_NAME, "V D")),
 )
 """What stands once in a model. A tied "lm_head" comes from the tensor of "embed"."""
 
@@ -151,6 +156,13 @@ _GATE_UP = (
     Tensor("gate", "mlp.gate_proj.weight", "F D"),
     Tensor("up", "mlp.up_proj.weight", "F D"),
 )
+
+_Q_NORM_WHOLE = _one("q_norm_whole", "self_attn.q_norm.weight", "HC")
+_K_NORM_WHOLE = _one("k_norm_whole", "self_attn.k_norm.weight", "KC")
+_ATTN_NORM = _one("attn_norm", "input_layernorm.weight", "D")
+_ATTN_NORM_AFTER = _one("attn_norm_after", "post_self_attn_layernorm.weight", "D")
+_MLP_NORM = _one("mlp_norm", "post_attention_layernorm.weight", "D")
+_MLP_NORM_AFTER = _one("mlp_norm_after", "post_mlp_layernorm.weight", "D")
 
 _ROUTER = (Tensor("router", "mlp.gate.weight", "U D", _mixtral("gate.weight")),)
 _EXPERT_GATE_UP = (
@@ -172,6 +184,15 @@ def _has(name: str) -> Callable[[ModelConfig, int], bool]:
 
 
 _HAS_QKV_BIAS, _HAS_O_BIAS, _HAS_QK_NORM = _has("qkv_bias"), _has("o_bias"), _has("qk_norm")
+_HAS_QK_NORM_WHOLE = _has("is_qk_norm_whole")
+
+
+def _normalises_before(config: ModelConfig, _: int) -> bool:
+    return config.norms is not NormPlacement.AFTER
+
+
+def _normalises_after(config: ModelConfig, _: int) -> bool:
+    return config.norms is not NormPlacement.BEFORE
 
 
 def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
@@ -183,16 +204,20 @@ def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
 
 
 LAYER = (
-    Param("attn_norm", GAIN, WHOLE, _one("attn_norm", "input_layernorm.weight", "D")),
+    Param("attn_norm", GAIN, WHOLE, _ATTN_NORM, _normalises_before),
     Param("qkv", MATRIX, ROWS, _QKV),
     Param("qkv_bias", BIAS, ROWS, _QKV_BIAS, _HAS_QKV_BIAS),
     Param("q_norm", GAIN, WHOLE, _one("q_norm", "self_attn.q_norm.weight", "C"), _HAS_QK_NORM),
     Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _HAS_QK_NORM),
+    Param("q_norm_whole", GAIN, WHOLE, _Q_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
+    Param("k_norm_whole", GAIN, WHOLE, _K_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC")),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
-    Param("mlp_norm", GAIN, WHOLE, _one("mlp_norm", "post_attention_layernorm.weight", "D")),
+    Param("attn_norm_after", GAIN, WHOLE, _ATTN_NORM_AFTER, _normalises_after),
+    Param("mlp_norm", GAIN, WHOLE, _MLP_NORM, _normalises_before),
     Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
     Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F"), _is_dense),
+    Param("mlp_norm_after", GAIN, WHOLE, _MLP_NORM_AFTER, _normalises_after),
     Param("router", EXPERT, WHOLE, _ROUTER, _has_experts),
     Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, _has_experts),
     Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
@@ -278,6 +303,7 @@ class TensorSpec:
         partition: How `shape` is split over the mesh axes ("dp", "tp").
         runs: Stored rows in order of `start`; rows in no run are zero.
         role: What the parameter does.
+        is_wide: Whether it is stored in float32, whatever the profile's weight dtype.
     """
 
     hf_name: str
@@ -287,6 +313,11 @@ class TensorSpec:
     partition: PartitionSpec
     runs: tuple[RowRun, ...]
     role: ParamRole
+    is_wide: bool = False
+
+    def dtype(self, weight_dtype: DTypeLike) -> jnp.dtype:
+        """Of the stored tensor, given the profile's weight dtype."""
+        return jnp.dtype(jnp.float32 if self.is_wide else weight_dtype)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -465,13 +496,13 @@ def _tensor_spec(
     if axes[0] == "U":
         num_rows = padded_router_size(num_rows)
     layout, head_dim = kv_layout(config.num_heads, config.num_kv_heads, tp), config.head_dim
-    if axes[0] == "KC" and layout.num_slots != config.num_kv_heads:
+    if line.split is ROWS and axes[0] == "KC" and layout.num_slots != config.num_kv_heads:
         num_rows = layout.num_slots * head_dim
         runs = tuple(
             RowRun(start=slot * head_dim, source=head * head_dim, num_rows=head_dim)
             for slot, head in enumerate(layout.heads)
         )
-    is_tied = tensor.name == "lm_head" and config.tie_word_embeddings
+    is_tied = tensor.name == "lm_head" and config.ties_table
     hf_name = dict(tensor.other_names).get(config.family, tensor.hf_name)
     return TensorSpec(
         hf_name=EMBED_NAME if is_tied else prefix + hf_name,
@@ -481,7 +512,14 @@ def _tensor_spec(
         partition=partition,
         runs=runs,
         role=line.role,
+        is_wide=line.role is GAIN and _is_wide_gain(config, line.name),
     )
+
+
+def _is_wide_gain(config: ModelConfig, name: str) -> bool:
+    """Whether what is added to or multiplied with a gain would be rounded in bfloat16."""
+    scale = config.logits_scale if name == "final_norm" else 1.0
+    return config.gain_offset != 0 or math.frexp(scale)[0] != 0.5
 
 
 def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:

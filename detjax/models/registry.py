@@ -3,7 +3,15 @@
 
 from typing import Any
 
-from detjax.models.family import ROUTER_TRAINING, BiasRule, ExpertKeys, Family, WindowRule
+from detjax.models.config import Gating, NormPlacement
+from detjax.models.family import (
+    ROUTER_TRAINING,
+    BiasRule,
+    ExpertKeys,
+    Family,
+    RopeRule,
+    WindowRule,
+)
 
 _SHARED = {
     "vocab_size": 32000,
@@ -31,6 +39,43 @@ _QWEN = _SHARED | {
     "eos_token_id": None,
 }
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_OLMO = _SHARED | {
+    "vocab_size": 50304,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+    "attention_bias": False,
+}
+_GEMMA = _SHARED | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_GELU_TANH = "gelu_pytorch_tanh"
+_GEMMA_CHECKED = {
+    "attention_bias": (False,),
+    "hidden_act": (_GELU_TANH,),
+    "hidden_activation": (_GELU_TANH, None),
+    "use_bidirectional_attention": (False, None),
+}
+_NORMS_AFTER = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Names of norms of results; detjax's are those of GLM-4."""
+
+_NORMS_AROUND = _NORMS_AFTER | {"post_attention_layernorm": "pre_feedforward_layernorm"}
 
 FAMILIES: tuple[Family, ...] = (
     # Llama (1, 2, 3, 3.1, 3.2) and what borrows its architecture.
@@ -142,12 +187,230 @@ FAMILIES: tuple[Family, ...] = (
             layers=True,
         ),
     ),
+    # Granite 3 (dense): Llama with multipliers.
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        defaults=_SHARED
+        | {
+            "intermediate_size": 11008,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.AS_CONFIGURED,
+    ),
+    # SmolLM3: Llama whose every fourth layer has no rotary embedding.
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "attention_bias": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.AS_CONFIGURED,
+        ropes=RopeRule.SOME_LAYERS,
+        checked={
+            "pretraining_tp": (1, 2, None),  # of its training, and read by nobody
+            "sliding_window": (None,),
+            "use_sliding_window": (False,),
+        },
+        inert=frozenset({"max_window_layers"}),
+    ),
+    # Phi-3, 3.5 and 4: joined projections, a share of channels rotated, longrope.
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_key_value_heads": None,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+            "sliding_window": None,
+        },
+        partial_rotary=1.0,
+        windows=WindowRule.EVERY_LAYER,
+        fused={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        checked={
+            "attention_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+            "lm_head_bias": (False,),
+        },
+        inert=frozenset({"embd_pdrop", "resid_pdrop"}),
+    ),
+    # Seed-OSS: Llama with biases on q, k and v, and heads wider than hidden_size.
+    Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "bos_token_id": 0,
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.OUT_AS_CONFIGURED,
+        inert=frozenset({"residual_dropout"}),
+    ),
+    # GLM-4 (0414): norms before and after, half of the channels rotated in pairs of neighbours.
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 151552,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "bos_token_id": None,
+            "eos_token_id": [151329, 151336, 151338],
+            "attention_bias": True,
+        },
+        partial_rotary=0.5,
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        norms=NormPlacement.BOTH,
+        is_interleaved=True,
+        fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    # OLMo 2: norms after attention and feed-forward layer, and over all heads of q and of k.
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        defaults=_OLMO,
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.AS_CONFIGURED,
+        norms=NormPlacement.AFTER,
+        is_qk_norm_whole=True,
+        tensor_names=_NORMS_AFTER,
+    ),
+    # OLMo 3: OLMo 2 with a window in three layers of four, which rotary scaling leaves alone.
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        defaults=_OLMO
+        | {"rope_theta": 500000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.AS_CONFIGURED,
+        windows=WindowRule.BY_PATTERN,
+        ropes=RopeRule.BY_WINDOW,
+        norms=NormPlacement.AFTER,
+        is_qk_norm_whole=True,
+        tensor_names=_NORMS_AFTER,
+    ),
+    # EXAONE 4: norms after, norms on the heads of q and k; layers without a window, if others have
+    # one, are not rotated.
+    Family(
+        name="exaone4",
+        architectures=("Exaone4ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        qk_norm=True,
+        windows=WindowRule.BY_PATTERN,
+        ropes=RopeRule.WINDOWS_ALONE,
+        norms=NormPlacement.AFTER,
+        tensor_names=_NORMS_AFTER,
+    ),
+    # Gemma 2: windows in every other layer, norms before and after with gains 1 + w, soft caps.
+    Family(
+        name="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        defaults=_GEMMA
+        | {
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        windows=WindowRule.BY_PATTERN,
+        norms=NormPlacement.BOTH,
+        gating=Gating.GEGLU,
+        gain_offset=1.0,
+        scales_embedding=True,
+        tensor_names=_NORMS_AROUND,
+        checked=_GEMMA_CHECKED,
+        inert=frozenset({"cache_implementation", "sliding_window_size"}),
+    ),
+    # Gemma 3 (text): Gemma 2 with norms on the heads of q and k and two rotary bases, no soft caps.
+    Family(
+        name="gemma3_text",
+        architectures=("Gemma3ForCausalLM",),
+        defaults=_GEMMA
+        | {
+            "vocab_size": 262208,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": 6,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        qk_norm=True,
+        windows=WindowRule.BY_PATTERN,
+        ropes=RopeRule.BY_WINDOW,
+        norms=NormPlacement.BOTH,
+        gating=Gating.GEGLU,
+        gain_offset=1.0,
+        scales_embedding=True,
+        tensor_names=_NORMS_AROUND,
+        checked=_GEMMA_CHECKED,
+        inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+    ),
 )
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Every value of `architectures` that can be loaded."""
     return tuple(name for family in FAMILIES for name in family.architectures)
+
+
+def family_named(name: str) -> Family | None:
+    """The family of a `ModelConfig`, by its name; None for one that is read from no file."""
+    return next((family for family in FAMILIES if family.name == name), None)
 
 
 def find_family(architectures: Any) -> Family:

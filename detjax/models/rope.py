@@ -13,11 +13,25 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 
-from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.config import ModelConfig, RopeConfig, RopeKind
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 DECIMAL_DIGITS = 50
 MAX_TABLE_LEN = 2**24  # keeps the error of a phase under 2**-41 turns
+
+
+def model_rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """`rope_tables` of each of `config.ropes`, one beside the other: [S, R * head_dim // 2].
+
+    Raises:
+        ValueError: As `rope_tables`.
+    """
+    sizes = {"head_dim": config.head_dim, "max_len": config.max_position_embeddings}
+    tables = [rope_tables(rope, **sizes) for rope in config.ropes]
+    if len(tables) == 1:
+        return tables[0]
+    cos, sin = (np.concatenate(parts, axis=1) for parts in zip(*tables, strict=True))
+    return cos, sin
 
 
 def rope_tables(
@@ -25,9 +39,10 @@ def rope_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of every position's angles, float32, each `[max_len, head_dim // 2]`.
 
-    `cos[p, c] = attention_factor * cos(p * frequency[c])`, likewise `sin`; channel `c` is rotated
-    with channel `c + head_dim / 2` (Hugging Face's half-split convention). `frequency` is
-    `inverse_frequencies(config, head_dim=head_dim)`.
+    `cos[p, c] = scale * attention_factor * cos(p * frequency[c])`, likewise `sin`; channel `c` is
+    rotated with channel `c + head_dim / 2` (Hugging Face's half-split convention). `frequency` is
+    `inverse_frequencies(config, head_dim=rotary_dim)`. Pairs from `rotary_dim / 2` on are not
+    rotated: `cos = scale`, `sin = 0`.
 
     Args:
         config: Base and scaling.
@@ -40,10 +55,10 @@ def rope_tables(
     Numerics:
         An angle is kept as a fraction of a turn in 64-bit fixed point, so `p * frequency` modulo a
         turn is one integer product, off by at most `p * 2**-65` turns. Sine and cosine of the part
-        within an eighth of a turn are Taylor sums to x**17, good to 3e-16; the product with
-        `attention_factor` is float64; one rounding to float32. Against exact values: within 0.51
-        ulp of the float32 result plus `p * 2**-62`. transformers works in float32: its cosines are
-        up to 5e-3 off at position 131071.
+        within an eighth of a turn are Taylor sums to x**17, good to 3e-16; the products with
+        `attention_factor`, then `scale`, are float64; one rounding to float32. Against exact
+        values: within 0.51 ulp of the float32 result plus `p * 2**-62`. transformers works in
+        float32: its cosines are up to 5e-3 off at position 131071.
 
     Reference:
         Su et al. 2021, arXiv:2104.09864; scaling as in transformers' `modeling_rope_utils`.
@@ -55,14 +70,16 @@ def rope_tables(
             f"{max_len=} must be in [1, {MAX_TABLE_LEN}]; of a model whose context is longer, say "
             "how much of it is used (max_len of load_model)"
         )
+    rotary_dim = config.rotary_dim or head_dim
     with localcontext(prec=DECIMAL_DIGITS):
-        turns = [f / (2 * PI) for f in inverse_frequencies(config, head_dim=head_dim)]
+        turns = [f / (2 * PI) for f in inverse_frequencies(config, head_dim=rotary_dim)]
         steps = np.array([int((t * 2**64).to_integral_value()) % 2**64 for t in turns], np.uint64)
     positions = np.arange(max_len, dtype=np.uint64)
-    tables = np.empty((2, max_len, head_dim // 2), np.float32)
+    tables = np.zeros((2, max_len, head_dim // 2), np.float32)
+    tables[0, :, len(steps) :] = config.scale
     for c, step in enumerate(steps):
-        # ROUND: to float32, the only rounding that shows.
-        tables[:, :, c] = config.attention_factor * _cos_sin(positions * step)
+        # ROUND: to float32, the only rounding that shows. A scale of 1 is exact.
+        tables[:, :, c] = config.scale * (config.attention_factor * _cos_sin(positions * step))
     return tables[0], tables[1]
 
 
@@ -77,6 +94,8 @@ def inverse_frequencies(config: RopeConfig, *, head_dim: int) -> list[Decimal]:
     - yarn: kept for channels that turn more than `beta_fast` times in `original` positions,
       divided by `factor` for those that turn less than `beta_slow` times, a ramp over the channels
       between (Peng et al. 2023, arXiv:2309.00071).
+    - longrope: each divided by its own of `short_factors` (Ding et al. 2024, arXiv:2402.13753).
+    - none: 0.
     """
     with localcontext(prec=DECIMAL_DIGITS):
         theta, factor = Decimal(config.theta), Decimal(config.factor)
@@ -87,6 +106,11 @@ def inverse_frequencies(config: RopeConfig, *, head_dim: int) -> list[Decimal]:
                 return plain
             case RopeKind.LINEAR:
                 return [f / factor for f in plain]
+            case RopeKind.LONGROPE:
+                own = map(Decimal, config.short_factors)
+                return [f / divisor for f, divisor in zip(plain, own, strict=True)]
+            case RopeKind.NONE:
+                return [Decimal(0)] * half
             case RopeKind.LLAMA3:
                 kept = [_llama3_kept(f, config) for f in plain]
             case RopeKind.YARN:

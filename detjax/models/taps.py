@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from detjax.models.transformer import DecoderOps, Stream
+from detjax.models.transformer import AfterGains, DecoderOps, Stream
 
 
 class Share(enum.Enum):
@@ -89,7 +89,7 @@ class WatchedOps:
         self._num_layers, self._layer_idx, self._is_mlp = num_layers, 0, False
         self._num_rows = 0
 
-    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
+    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array | None) -> Stream:
         """As the operations watched do."""
         stream = self._ops.embed(table, ids, gain)
         self._taps.see("embed", stream.residual)
@@ -120,6 +120,13 @@ class WatchedOps:
         """As the operations watched do."""
         self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
         return self._see_stream(self._ops.add_norm(x, w, bias, gain, stream))
+
+    def norm_add(
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gains: AfterGains, stream: Stream
+    ) -> Stream:
+        """As the operations watched do."""
+        self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
+        return self._see_stream(self._ops.norm_add(x, w, bias, gains, stream))
 
     def _see_stream(self, stream: Stream) -> Stream:
         """Show what follows o, down or a mixture of experts."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from detjax.array_types import Activation, Array, Int32
+from detjax.array_types import Array, Int32
 
 
 class Stream(NamedTuple):
@@ -29,6 +29,19 @@ class Stream(NamedTuple):
     x: Any
 
 
+class AfterGains(NamedTuple):
+    """Gains of a layer that normalises the results of its operations.
+
+    Attributes:
+        after: Of the norm of a result, [D].
+        before: Of the norm of the stream behind it, [D], or None where what follows reads the
+            stream itself.
+    """
+
+    after: Any
+    before: Any
+
+
 @runtime_checkable
 class DecoderOps(Protocol):
     """The operations of a decoder. They know the tokens, the mesh and the numerics.
@@ -36,8 +49,8 @@ class DecoderOps(Protocol):
     A cache is whatever they make of it: pages of keys and values, what routers counted, or None.
     """
 
-    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array) -> Stream:
-        """Look up a row a token, and normalise it for the first layer."""
+    def embed(self, table: jax.Array, ids: jax.Array, gain: jax.Array | None) -> Stream:
+        """Look up a row a token, and normalise it for the first layer; None does not."""
         ...
 
     def attend(
@@ -58,6 +71,12 @@ class DecoderOps(Protocol):
         self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
     ) -> Stream:
         """Multiply by `w`, whose inputs may be split over ranks, add the stream, normalise."""
+        ...
+
+    def norm_add(
+        self, x: jax.Array, w: Any, bias: jax.Array | None, gains: AfterGains, stream: Stream
+    ) -> Stream:
+        """Multiply by `w`, normalise the product, add it to the stream, and normalise that."""
         ...
 
     def mix_experts(
@@ -91,7 +110,7 @@ def run_layers(
     if remat:
         layer_pass = jax.checkpoint(layer_pass, static_argnums=0)
     layers = params["layers"]
-    gains = [weights["attn_norm"] for weights in layers] + [params["final_norm"]]
+    gains = [weights.get("attn_norm") for weights in layers] + [params["final_norm"]]
     stream = ops.embed(params["embed"], ids, gains[0])
     for layer_idx, weights in enumerate(layers):
         cache, stream = layer_pass(layer_idx, weights, gains[layer_idx + 1], cache, stream)
@@ -102,14 +121,22 @@ def decoder_layer(
     ops: DecoderOps,
     layer_idx: int,
     weights: dict[str, Any],
-    next_gain: Activation[Array, " D"],
+    next_gain: Any,
     cache: Any,
     stream: Stream,
 ) -> tuple[Any, Stream]:
-    """One layer; `next_gain` normalises for the layer after it."""
+    """One layer; `next_gain` normalises for the layer after it, or is None."""
     cache, heads, stream = ops.attend(layer_idx, weights, stream, cache)
-    stream = ops.add_norm(heads, weights["o"], weights.get("o_bias"), weights["mlp_norm"], stream)
+    o_bias = weights.get("o_bias")
+    if "attn_norm_after" in weights:
+        gains = AfterGains(weights["attn_norm_after"], weights.get("mlp_norm"))
+        stream = ops.norm_add(heads, weights["o"], o_bias, gains, stream)
+    else:
+        stream = ops.add_norm(heads, weights["o"], o_bias, weights["mlp_norm"], stream)
     if "router" in weights:
         return ops.mix_experts(weights, next_gain, stream, cache)
     channels = ops.gate(weights, stream)
+    if "mlp_norm_after" in weights:
+        gains = AfterGains(weights["mlp_norm_after"], next_gain)
+        return cache, ops.norm_add(channels, weights["down"], None, gains, stream)
     return cache, ops.add_norm(channels, weights["down"], None, next_gain, stream)

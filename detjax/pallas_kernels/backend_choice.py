@@ -43,9 +43,9 @@ def choose_backend(
     if requested is not None:
         refusal = why_not(requested)
         if refusal is not None:
+            anywhere = next(b.value for b, kernels in KERNELS.items() if kernels.takes_every_model)
             raise ValueError(
-                f"--backend {requested.value} cannot run here: {refusal}; "
-                f"use --backend {list(KERNELS)[-1].value}"
+                f"--backend {requested.value} cannot run here: {refusal}; use --backend {anywhere}"
             )
         return BackendChoice(backend=requested, reason="asked for")
     refusals = []

@@ -26,14 +26,14 @@ class KernelSet(Protocol):
             so that such drafts gain nothing.
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
-        adapts_float32: Whether its products with float32 activations may be those of adapters.
+        adapted_dtypes: Of activations whose products may have adapters.
     """
 
     takes_every_model: bool
     attention_beats_xla: bool
     steps_beat_xla: bool
     reads_codes: bool
-    adapts_float32: bool
+    adapted_dtypes: tuple[str, ...]
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""
@@ -153,7 +153,7 @@ class KernelSet(Protocol):
 
     def attention(
         self, q, pages, page_table, positions, layer: int,
-        *, window: int | None, profile: NumericsProfile,
+        *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
     ) -> jax.Array:  # fmt: skip
         """See `attention.api.attention`."""
         ...
@@ -167,6 +167,14 @@ class KernelSet(Protocol):
 
     def swiglu(self, gate_up) -> jax.Array:
         """See `swiglu.api.swiglu`."""
+        ...
+
+    def geglu(self, gate_up) -> jax.Array:
+        """See `geglu.api.geglu`."""
+        ...
+
+    def softcap(self, logits, *, cap: float) -> jax.Array:
+        """See `softcap.api.softcap`."""
         ...
 
     def route(

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of kernel sets. Another architecture is a module of kernels, and a line here."""
 
-from detjax.pallas_kernels import portable, sm90
+from detjax.pallas_kernels import portable, reference, sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_set import KernelSet
 
-KERNELS: dict[Backend, KernelSet] = {Backend.SM90: sm90, Backend.PORTABLE: portable}
-"""The kernel set of each backend, first choice first; the last runs anywhere."""
+KERNELS: dict[Backend, KernelSet] = {
+    Backend.SM90: sm90,
+    Backend.PORTABLE: portable,
+    Backend.REFERENCE: reference,
+}
+"""The kernel set of each backend, first choice first. What follows one that takes every model must
+be asked for by name."""

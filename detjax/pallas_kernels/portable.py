@@ -4,6 +4,7 @@
 from detjax.pallas_kernels.attention.portable import attention as attention
 from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
+from detjax.pallas_kernels.geglu.portable import geglu as geglu
 from detjax.pallas_kernels.linear.portable import add_partials as add_partials
 from detjax.pallas_kernels.linear.portable import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
@@ -46,13 +47,14 @@ from detjax.pallas_kernels.sampling.portable import choose_token as choose_token
 from detjax.pallas_kernels.sampling.portable import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.portable import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.portable import stats_and_choice as stats_and_choice
+from detjax.pallas_kernels.softcap.portable import softcap as softcap
 from detjax.pallas_kernels.swiglu.portable import swiglu as swiglu
 
 takes_every_model = True
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
-adapts_float32 = True
+adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
 
 def why_not_here() -> str | None:

@@ -7,6 +7,7 @@ from detjax.pallas_kernels.attention.sm90 import attention as attention
 from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.portable import embed as embed
+from detjax.pallas_kernels.geglu.sm90 import geglu as geglu
 from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
 from detjax.pallas_kernels.linear.sm90 import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.sm90 import defers_norm as defers_norm
@@ -49,13 +50,14 @@ from detjax.pallas_kernels.sampling.sm90 import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.sm90 import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.sm90_choice import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_token
+from detjax.pallas_kernels.softcap.sm90 import softcap as softcap
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
 
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
-adapts_float32 = False
+adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 
 
 def why_not_here() -> str | None:

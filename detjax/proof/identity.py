@@ -6,7 +6,6 @@ mesh. The hashes here name the model.
 """
 
 import dataclasses
-import enum
 import hashlib
 import re
 from dataclasses import dataclass
@@ -137,19 +136,9 @@ def _hub_commit(folder: Path | None) -> str | None:
 
 def _config_hash(config: ModelConfig) -> str:
     """Hash the dimensions. A shorter context is left out, because it changes no bit."""
-    values = dataclasses.asdict(config)
+    values = config.facts()
     del values["max_position_embeddings"]
-    values["rope"]["kind"] = config.rope.kind.value
-    return hashlib.sha256(canonical_json(_plain(values))).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """The value with lists for tuples and values for enums."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.value if isinstance(value, enum.Enum) else value
+    return hashlib.sha256(canonical_json(values)).hexdigest()
 
 
 def _tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -26,6 +26,11 @@ from detjax.proof.receipt import Receipt
 
 ALWAYS_EXCUSED = ("build.driver",)
 """A driver runs programs that ptxas has made before it sees them."""
+OF_ANOTHER_MACHINE = (
+    "build.backend", "build.arch", "build.compiler", "build.toolchain", "numerics.fingerprint",
+)  # fmt: skip
+"""May differ between two backends of which one gives the bits of the other. The fingerprint covers
+the build; what else it covers has fields of its own, which are compared."""
 OF_ANOTHER_NAME = ("model.name", "model.hub_commit")
 """May differ where the auditor says what the model is. The weights' hash stands for them."""
 
@@ -328,11 +333,14 @@ def _excused(made: Receipt, said: Receipt, excused: Collection[str]) -> Receipt:
 
 
 def _taken_over(values: dict[str, Any], others: dict[str, Any], names: Sequence[str]) -> Any:
+    """Return values with the others' value of a field, or without it if they have none."""
     name, *rest = names
-    if name not in values or name not in others:
-        return values
-    new = _taken_over(values[name], others[name], rest) if rest else others[name]
-    return values | {name: new}
+    if rest:
+        if name not in values or name not in others:
+            return values
+        return values | {name: _taken_over(values[name], others[name], rest)}
+    kept = {key: value for key, value in values.items() if key != name}
+    return kept | ({name: others[name]} if name in others else {})
 
 
 def _bits(value: np.float32) -> int:

@@ -106,7 +106,7 @@ def dummy_model(
         elif spec.role is ParamRole.GAIN:
             values = 1 + 0.1 * values
         # The values are bfloat16 in either dtype, so a profile changes only the arithmetic.
-        tensor = jnp.asarray(values, jnp.bfloat16).astype(profile.param_dtype)
+        tensor = jnp.asarray(values, jnp.bfloat16).astype(spec.dtype(profile.param_dtype))
         return jax.device_put(stored_rows(tensor, spec), NamedSharding(mesh, spec.partition))
 
     return place_model(

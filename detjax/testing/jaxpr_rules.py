@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from detjax.pallas_kernels.reference_library import PREFIX
+
 MOVES_BITS = frozenset(
     {
         "all_gather", "all_to_all", "argmax", "argmin", "axis_index", "bitcast_convert_type",
@@ -21,9 +23,10 @@ MOVES_BITS = frozenset(
 
 
 def equations_outside_kernels(jaxpr) -> Iterator:
-    """Walk a jaxpr and everything it calls, but not into `pallas_call`."""
+    """Walk a jaxpr and everything it calls, but not kernels: `pallas_call` and C++ of detjax."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
+        name = equation.primitive.name
+        if name == "pallas_call" or name.startswith(PREFIX):
             continue
         inner = list(_inner_jaxprs(equation))
         if not inner:
@@ -65,12 +68,16 @@ def _is_exact(source, target) -> bool:
     """Whether a conversion widens a float, or turns a constant of the program into one."""
     if source.weak_type and source.shape == ():
         return True
-    return bool(
-        jnp.issubdtype(source.dtype, jnp.floating)
-        and jnp.promote_types(source.dtype, target.dtype) == target.dtype
-    )
+    if not (_is_float_dtype(source) and _is_float_dtype(target)):
+        return False
+    old, new = jnp.finfo(source.dtype), jnp.finfo(target.dtype)
+    return new.nmant >= old.nmant and new.maxexp >= old.maxexp and new.minexp <= old.minexp
 
 
 def _is_float(variable) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)
+    return _is_float_dtype(variable.aval)
+
+
+def _is_float_dtype(value) -> bool:
+    dtype = getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)

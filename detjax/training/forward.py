@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
-from detjax.models.layers import ForwardContext
+from detjax.models.layers import ForwardContext, angles_of
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
@@ -36,8 +36,10 @@ class TrainingOps:
     sin: Any
 
     def embed(self, table, ids, gain) -> Stream:
-        """Look up rows and normalise them."""
+        """Look up rows and normalise them, unless the first product reads them as they are."""
         residual = ops.embed(self.ctx, table, ids)
+        if gain is None:
+            return Stream(residual, residual)
         return Stream(residual, ops.rms_norm(self.ctx, residual, gain))
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
@@ -47,13 +49,15 @@ class TrainingOps:
         qkv_weights = _joined(weights, "qkv")
         bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
         qkv = ops.linear(ctx, stream.x, qkv_weights, bias)
+        if config.is_qk_norm_whole:
+            qkv = _normalise_all_heads(ctx, weights, qkv)
         qkv = ops.to_sequences(qkv, places, positions.size)
         out = ops.self_attention(
             ctx,
             qkv.reshape(*positions.shape, -1, config.head_dim),
             (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-            self.cos,
-            self.sin,
+            angles_of(config, self.cos, layer_idx),
+            angles_of(config, self.sin, layer_idx),
             positions,
             window=config.sliding_windows[layer_idx],
         )
@@ -66,6 +70,10 @@ class TrainingOps:
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """Run one operation, as on one rank of a server."""
         return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
+
+    def norm_add(self, x, w, bias, gains, stream: Stream) -> Stream:
+        """Run two operations, as on one rank of a server."""
+        return Stream(*ops.norm_add(self.ctx, x, w, stream.residual, bias, gains))
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
@@ -80,6 +88,14 @@ class TrainingOps:
         if cache is not None:
             cache = _counted(cache, logits, expert_ids, self.batch.places < self.positions.size)
         return cache, Stream(*added)
+
+
+def _normalise_all_heads(ctx: ForwardContext, weights: dict[str, Any], qkv: jax.Array) -> jax.Array:
+    """The norms of q and of k over all their heads; v stays."""
+    sizes = [n * ctx.config.head_dim for n in (ctx.config.num_heads, ctx.config.num_kv_heads)]
+    q, k, v = jnp.split(qkv, [sizes[0], sum(sizes)], axis=1)
+    q = ops.rms_norm(ctx, q, weights["q_norm_whole"])
+    return jnp.concatenate([q, ops.rms_norm(ctx, k, weights["k_norm_whole"]), v], axis=1)
 
 
 class Balance(NamedTuple):

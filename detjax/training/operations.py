@@ -18,12 +18,14 @@ from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
+from detjax.models.transformer import AfterGains
 from detjax.numerics import tree_reduction
 from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kernel
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
@@ -151,6 +153,49 @@ def linear_add_rms_norm(
         return of_x, of_w, of_total, _bias_gradient(bias, of_total), of_gain
 
     return with_gradient(kernel, gradient)(x, w, residual, bias, gain)
+
+
+def norm_add(
+    ctx: ForwardContext,
+    x: Activation[Array, "M I"],
+    w: Float32[Array, "D I"],
+    residual: Activation[Array, "M D"],
+    bias: Float32[Array, " D"] | None,
+    gains: AfterGains,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Multiply, normalise, add, normalise: `layers.row_parallel_norm_add` on one rank.
+
+    Returns the new residual stream, and what the next operation reads of it.
+    """
+    zeros = jnp.zeros_like(residual)
+    _, normed = linear_add_rms_norm(ctx, x, w, zeros, bias, gains.after)
+    before = gains.after if gains.before is None else gains.before
+    total, out = add_rms_norm(ctx, normed, residual, before)
+    return total, total if gains.before is None else out
+
+
+def add_rms_norm(
+    ctx: ForwardContext,
+    added: Activation[Array, "M D"],
+    residual: Activation[Array, "M D"],
+    gain: Float32[Array, " D"],
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Add rows to the residual stream and normalise it: `rms_norm.api.add_rms_norm`."""
+    eps = ctx.config.rms_norm_eps
+
+    def kernel(added, residual, gain):
+        rounded = gain.astype(ctx.profile.param_dtype)
+        wide = added.astype(jnp.float32)
+        return add_rms_norm_kernel(wide, residual, None, rounded, eps=eps, backend=ctx.backend)
+
+    def formula(total, gain):
+        return total, plain_rms_norm(total, gain[None], eps)
+
+    def gradient(args, out, cotangents):
+        of_total, of_gain = jax.vjp(formula, out[0], args[2])[1](cotangents)
+        return of_total, of_total, of_gain
+
+    return with_gradient(kernel, gradient)(added, residual, gain)
 
 
 def swiglu(ctx: ForwardContext, gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.models.config import ModelConfig
+from detjax.models.config import Gating, ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
     ParamSpec,
@@ -60,11 +60,25 @@ def move_bits(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return _program(_as_dtype, array.dtype)(moved)
 
 
+def why_not_trained(config: ModelConfig) -> str | None:
+    """What of a model has no backward pass, or None if all has one."""
+    lacking = {
+        "soft caps": config.attention_softcap is not None or config.logits_softcap is not None,
+        "GeGLU": config.gating is not Gating.SWIGLU,
+        "gains in float32": any(
+            spec.is_wide for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
+        ),
+        "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
+    }
+    found = [what for what, is_lacking in lacking.items() if is_lacking]
+    return " and ".join(found) or None
+
+
 def master_params(model: LoadedModel) -> dict[str, Any]:
     """Float32 copies of a model's weights; exact.
 
     Raises:
-        ValueError: If the model is split over tp.
+        ValueError: If the model is split over tp, or has what cannot be trained.
     """
     facts = model.config, model.profile.vocab_block
     return _program(_masters, *facts)(_one_rank(model))
@@ -74,7 +88,7 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
     """The shapes of `master_params`, which are not computed.
 
     Raises:
-        ValueError: If the model is split over tp.
+        ValueError: If the model is split over tp, or has what cannot be trained.
     """
     facts = model.config, model.profile.vocab_block
     return jax.eval_shape(functools.partial(_masters, *facts), _one_rank(model))
@@ -83,6 +97,10 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
 def _one_rank(model: LoadedModel) -> dict[str, Any]:
     """The weights of a model that is not split."""
     tp = model.mesh.shape[TP_AXIS]
+    if (why := why_not_trained(model.config)) is not None:
+        raise ValueError(
+            f"a model of {model.config.family!r} cannot be trained: {why} has no backward pass yet"
+        )
     if tp != 1:
         raise ValueError(f"{tp=} must be 1: load the model to be trained on a mesh with tp=1")
     names = param_specs(model.config, tp=1, vocab_block=model.profile.vocab_block)

@@ -28,9 +28,11 @@ from detjax.models.abstract import abstract_params
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.forward_paths import KernelMode
+from detjax.models.hf_config import config_from_hf
 from detjax.models.layers import ForwardContext, Tokens, adapted_linear, row_parallel_norm
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
+from detjax.models.registry import FAMILIES as REGISTRY
 from detjax.models.weights import blake3, device_hashing
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -289,7 +291,8 @@ def abstract_model(
             ),
         )  # fmt: skip
         of_params["exchange"] = EXCHANGE_SPECS
-    table = _shape(8192, 64, dtype=jnp.float32).update(sharding=NamedSharding(mesh, P()))
+    table = _shape(8192, len(config.ropes) * config.head_dim // 2, dtype=jnp.float32)
+    table = table.update(sharding=NamedSharding(mesh, P()))
     return LoadedModel(
         config=config,
         params=params,
@@ -389,6 +392,41 @@ def pressed(
 def mixtral_step(kind: ProgramKind, *, tp: int = 1, **sizes) -> aot.CompiledProgram:
     """A step of two layers of Mixtral-8x7B."""
     model = abstract_model(2, tp=tp, make_config=mixtral)
+    programs = programs_for(model, num_pages=400, num_slots=8)
+    key = plain_key(kind, **sizes)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
+FAMILIES = {
+    "granite": {
+        "vocab_size": 49155, "intermediate_size": 12800, "num_key_value_heads": 8,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+        "attention_multiplier": 0.0078125, "tie_word_embeddings": True,
+    },
+    "smollm3": {"num_hidden_layers": 4},
+    "phi3": {"sliding_window": 2047},
+    "glm4": {},
+    "olmo3": {"vocab_size": 100278, "num_hidden_layers": 4},
+    "exaone4": {
+        "hidden_size": 5120, "intermediate_size": 27392, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 4,
+    },
+    "gemma3_text": {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
+        "sliding_window": 1024, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 6,
+    },
+}  # fmt: skip
+"""By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, and the text decoder of Gemma 3 27B."""
+
+
+def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
+    """A step of the last two layers of a published model: with and without a window, if any has."""
+    (family,) = (one for one in REGISTRY if one.name == name)
+    config = config_from_hf({"architectures": list(family.architectures), **FAMILIES[name]})
+    config = config.with_layers([config.num_layers - 2, config.num_layers - 1])
+    model = abstract_model(2, make_config=lambda _: config)
     programs = programs_for(model, num_pages=400, num_slots=8)
     key = plain_key(kind, **sizes)
     return aot.inspect_program(lambda: programs.get(key, model.params))
@@ -579,6 +617,18 @@ PROGRAMS = {
     ),
     "pressed_experts_mesh_prefill": lambda: pressed(
         "prefill", rows=1, length=512, table_len=64, tp=4, make_config=qwen3_moe
+    ),
+    "granite_decode": lambda: family_step("granite", "decode", rows=8, table_len=10),
+    "smollm3_decode": lambda: family_step("smollm3", "decode", rows=8, table_len=10),
+    "phi3_decode": lambda: family_step("phi3", "decode", rows=8, table_len=10),
+    "glm4_decode": lambda: family_step("glm4", "decode", rows=8, table_len=10),
+    "glm4_prefill": lambda: family_step("glm4", "prefill", rows=1, length=512, table_len=64),
+    "olmo3_decode": lambda: family_step("olmo3", "decode", rows=8, table_len=10),
+    "olmo3_prefill": lambda: family_step("olmo3", "prefill", rows=1, length=512, table_len=64),
+    "exaone4_decode": lambda: family_step("exaone4", "decode", rows=8, table_len=10),
+    "gemma3_decode": lambda: family_step("gemma3_text", "decode", rows=8, table_len=10),
+    "gemma3_prefill": lambda: family_step(
+        "gemma3_text", "prefill", rows=1, length=512, table_len=64
     ),
     "mixtral_decode": lambda: mixtral_step("decode", rows=8, table_len=10),
     "mixtral_decode_one": lambda: mixtral_step("decode", rows=1, table_len=10),

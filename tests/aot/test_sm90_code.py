@@ -238,6 +238,26 @@ def test_prefill_attention_spills_nothing():
     assert program["copies"] == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm4_decode",
+        "olmo3_prefill",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (
+                "granite_decode", "smollm3_decode", "phi3_decode", "glm4_prefill", "olmo3_decode",
+                "exaone4_decode", "gemma3_decode", "gemma3_prefill",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
+    program = compiled(name)
+    assert program["copies"] == program["faults"] == []
+    assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
+
+
 @pytest.mark.parametrize("name", ["decode_step", "fast_step"])
 def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     program = compiled(name)

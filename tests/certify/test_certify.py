@@ -18,7 +18,7 @@ from detjax.certify.__main__ import main
 from detjax.certify.background import background_jobs
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
-from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusals
+from detjax.certify.coverage import TESTED, THIS, coverage_map, refusals, refused_in
 from detjax.certify.page import render
 from detjax.certify.requests import forced, make_requests
 from detjax.certify.restart import new_process
@@ -32,6 +32,7 @@ from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import dummy_config, dummy_model
 
 
@@ -111,9 +112,10 @@ def test_the_map_names_what_is_refused_and_what_was_not_run():
     assert {s for (*_, mode), s in state.items() if mode == "fast"} == {"no claim is made"}
     for name in (THIS, *(family.name for family in FAMILIES)):
         assert state[name, "float32", "sm90", "invariant"].startswith("refused: ")
+        assert state[name, "float32", "reference", "invariant"].startswith("refused: ")
     assert state["qwen3", "bfloat16", "sm90", "dvr"].startswith("tested: tests/invariance/")
     assert state["mistral", "bfloat16", "portable", "dvr"] == "not covered"
-    assert len(state) == len(rows) == 12 * (1 + len(FAMILIES))
+    assert len(state) == len(rows) == 6 * len(Backend) * (1 + len(FAMILIES))
 
 
 @pytest.mark.slow
@@ -121,7 +123,7 @@ def test_kernels_refuse_in_every_family_what_the_map_says():
     for family in FAMILIES:
         published = {"architectures": [family.architectures[0]], "model_type": family.name}
         found = refusals(config_from_hf(published), 1)
-        assert {key: why for key, why in found.items() if why} == REFUSED, family.name
+        assert {key: why for key, why in found.items() if why} == refused_in(family), family.name
 
 
 def test_every_test_that_the_map_cites_is_there():

@@ -16,6 +16,7 @@ from detjax.engine.running.device_arrays import empty_pages, pages_shape
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import CHOICES, ChoiceKey, ProgramKey, ScoreKey
 from detjax.engine.running.programs import ProgramCache
+from detjax.pallas_kernels.backend import Backend
 from detjax.testing import float_arithmetic_outside_kernels
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.programs import operands_for, plain_key, programs_for
@@ -99,8 +100,9 @@ def engine_key(kind, *, mode="invariant") -> ProgramKey:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
-def test_engine_steps_do_no_arithmetic_outside_kernels(kind):
-    model = dummy_model(dummy_config(), tp=2)
+@pytest.mark.parametrize("backend", [Backend.PORTABLE, Backend.REFERENCE])
+def test_engine_steps_do_no_arithmetic_outside_kernels(kind, backend):
+    model = dummy_model(dummy_config(), tp=2, backend=backend)
     programs = ProgramCache(model, num_pages=6, num_slots=3, window_len=4)
     key = engine_key(kind)
     operands = programs.operands(key, model.params)

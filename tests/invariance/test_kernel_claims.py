@@ -27,6 +27,7 @@ from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
+from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     combine_norm_linear,
@@ -58,6 +59,7 @@ from detjax.pallas_kernels.sampling.api import (
     nucleus_sums,
     stats_and_choice,
 )
+from detjax.pallas_kernels.softcap.api import softcap
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import make_mesh
@@ -304,6 +306,30 @@ def _cases() -> dict[str, Case]:
                     ),
                     **ON,
                 ),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "geglu": Case(
+            kernel=geglu,
+            call=lambda gate_up: geglu(gate_up, **ON),
+            rows=(gate_up,),
+            slices=lambda rank, ranks: (
+                lambda gate_up: geglu(
+                    jnp.concatenate(
+                        [half[:, _columns(ranks, rank, 512)] for half in jnp.split(gate_up, 2, 1)],
+                        axis=1,
+                    ),
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "softcap": Case(
+            kernel=softcap,
+            call=lambda x: softcap(x, cap=3.0, **ON),
+            rows=(f32(rng, M, 512),),
+            slices=lambda rank, ranks: (
+                lambda x: softcap(x[:, _columns(ranks, rank, 512)], cap=3.0, **ON),
                 _columns(ranks, rank, 512),
             ),
         ),

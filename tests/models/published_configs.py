@@ -99,6 +99,99 @@ def qwen3_moe(*sizes: int, **keys: Any) -> Config:
     return _config("Qwen3MoeForCausalLM", "qwen3_moe", (151936, *sizes), **more | keys)
 
 
+def granite(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.0078125,
+        "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "logits_scaling": 16.0,
+        "mlp_bias": False, "pad_token_id": 0, "residual_multiplier": 0.22, "rope_scaling": None,
+        "rope_theta": 10000000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return _config("GraniteForCausalLM", "granite", sizes, **more | keys)
+
+
+def phi3(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "embd_pdrop": 0.0,
+        "eos_token_id": 32000, "original_max_position_embeddings": 4096, "pad_token_id": 32000,
+        "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 262144,
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    }  # fmt: skip
+    return _config("Phi3ForCausalLM", "phi3", sizes, **more | keys)
+
+
+def longrope(num_pairs: int) -> Config:
+    """Factors as those of Phi: near 1 for short texts, up to 60 for long ones."""
+    short = [round(1 + i / 20, 2) for i in range(num_pairs)]
+    long = [round(1 + i * 1.2, 2) for i in range(num_pairs)]
+    return {"type": "longrope", "short_factor": short, "long_factor": long}
+
+
+def gemma(architecture: str, model_type: str, *sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": 1, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return _config(architecture, model_type, sizes, **more | keys)
+
+
+def mixed(num_layers: int, step: int) -> list[str]:
+    """Windows in all layers but each `step`-th."""
+    kinds = "sliding_attention", "full_attention"
+    return [kinds[(i + 1) % step == 0] for i in range(num_layers)]
+
+
+GEMMA2 = {
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope_theta": 10000.0,
+    "sliding_window": 4096, "sliding_window_size": 4096,
+}  # fmt: skip
+GEMMA3 = {
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1000000,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512,
+    "sliding_window_pattern": 6, "eos_token_id": [1, 106],
+}  # fmt: skip
+PHI4_MINI = {
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+    "partial_rotary_factor": 0.75, "bos_token_id": 199999, "eos_token_id": 199999,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SMOLLM3: Config = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128012, "layer_types": ["full_attention"] * 36, "max_window_layers": 28,
+    "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}  # fmt: skip
+SEED_OSS: Config = {
+    "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False,
+    "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "mlp_bias": False, "pad_token_id": 1,
+    "residual_dropout": 0.1, "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0,
+}  # fmt: skip
+GLM4: Config = {
+    "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128, "pad_token_id": 151329, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+}  # fmt: skip
+OLMO2: Config = {
+    "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 500000,
+}  # fmt: skip
+OLMO3: Config = OLMO2 | {
+    "layer_types": mixed(32, 4), "sliding_window": 4096,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+}  # fmt: skip
+EXAONE4: Config = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 361, "head_dim": 128,
+    "layer_types": mixed(64, 4), "pad_token_id": 0, "rope_theta": 1000000, "sliding_window": 4096,
+    "sliding_window_pattern": "LLLG", "rope_scaling": LLAMA31_ROPE | {"factor": 16.0},
+}  # fmt: skip
+
 YARN_QWEN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 YARN_QWEN3 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 YARN_CODE = {
@@ -269,6 +362,42 @@ LOADED: dict[str, tuple[Config, int]] = {
         llama(128256, 4096, 14336, 32, 32, 8, 131072, quantization_config=W4A16), 131072),
     "Llama-3.1-8B-Instruct-FP8-dynamic": (
         llama(128256, 4096, 14336, 32, 32, 8, 131072, quantization_config=FP8_DYNAMIC), 131072),
+    "granite-3.1-8b-instruct": (granite(49155, 4096, 12800, 40, 32, 8, 131072), 131072),
+    "granite-3.1-2b-instruct": (
+        granite(49155, 2048, 8192, 40, 32, 8, 131072, attention_multiplier=0.015625,
+                logits_scaling=8.0), 131072),
+    "SmolLM3-3B": (
+        _config("SmolLM3ForCausalLM", "smollm3", (128256, 2048, 11008, 36, 16, 4, 65536),
+                **SMOLLM3), 65536),
+    "Phi-3-mini-4k-instruct": (
+        phi3(32064, 3072, 8192, 32, 32, 32, 4096, sliding_window=2047), 4096),
+    "Phi-3.5-mini-instruct": (
+        phi3(32064, 3072, 8192, 32, 32, 32, 131072, rope_scaling=longrope(48)), 4096),
+    "Phi-4-mini-instruct": (
+        phi3(200064, 3072, 8192, 32, 24, 8, 131072, rope_scaling=longrope(48), **PHI4_MINI), 4096),
+    "phi-4": (
+        phi3(100352, 5120, 17920, 40, 40, 10, 16384, rope_theta=250000, sliding_window=None,
+             original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265),
+        16384),
+    "Seed-OSS-36B-Instruct": (
+        _config("SeedOssForCausalLM", "seed_oss", (155136, 5120, 27648, 64, 80, 8, 524288),
+                **SEED_OSS), 524288),
+    "GLM-4-9B-0414": (
+        _config("Glm4ForCausalLM", "glm4", (151552, 4096, 13696, 40, 32, 2, 32768), **GLM4), 32768),
+    "OLMo-2-1124-7B": (
+        _config("Olmo2ForCausalLM", "olmo2", (100352, 4096, 11008, 32, 32, 32, 4096), **OLMO2),
+        4096),
+    "Olmo-3-7B": (
+        _config("Olmo3ForCausalLM", "olmo3", (100278, 4096, 11008, 32, 32, 32, 65536), **OLMO3),
+        65536),
+    "EXAONE-4.0-32B": (
+        _config("Exaone4ForCausalLM", "exaone4", (102400, 5120, 27392, 64, 40, 8, 131072),
+                **EXAONE4), 131072),
+    "gemma-2-9b-it": (
+        gemma("Gemma2ForCausalLM", "gemma2", 256000, 3584, 14336, 42, 16, 8, 8192, **GEMMA2), 8192),
+    "gemma-3-1b-it": (
+        gemma("Gemma3ForCausalLM", "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 32768, **GEMMA3),
+        32768),
 }  # fmt: skip
 """Config, and the context that it has."""
 
@@ -291,6 +420,18 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "a Qwen3-MoE with a shared expert": (
         qwen3_moe(2048, 6144, 48, 32, 4, 40960, **CODER | {"shared_expert_intermediate_size": 512}),
         "shared_expert_intermediate_size=512"),
+    "a Gemma 3 that sees images": (
+        gemma("Gemma3ForConditionalGeneration", "gemma3", 262208, 2560, 10240, 34, 8, 4, 131072),
+        "architectures"),
+    "a bidirectional Gemma 3": (
+        gemma("Gemma3ForCausalLM", "gemma3_text", 262144, 768, 1152, 24, 3, 1, 2048,
+              **GEMMA3 | {"use_bidirectional_attention": True}),
+        "use_bidirectional_attention=True"),
+    "a Granite with biases in its feed-forward layers": (
+        granite(49155, 4096, 12800, 40, 32, 8, 131072, mlp_bias=True), "mlp_bias=True"),
+    "a Llama with longrope": (
+        llama(32000, 4096, 11008, 32, 32, 32, 4096, rope_scaling=longrope(64)),
+        "rope_type='longrope'"),
     "e5-mistral-7b": (
         mistral(32000, 4096, 14336, 32, 32, 8, 32768) | {"architectures": ["MistralModel"]},
         "architectures"),

@@ -28,14 +28,7 @@ BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
+ARCHITECTURES = {family.name: family.architectures[0] for family in FAMILIES}
 
 
 def config_of(family: str = "llama", *, generation: Any = None, **keys):
@@ -59,17 +52,30 @@ def test_golden_folder_maps_to_its_own_values(case):
         ("num_heads", "num_attention_heads"),
         ("num_kv_heads", "num_key_value_heads"),
         ("intermediate_size", "intermediate_size"),
-        ("rms_norm_eps", "rms_norm_eps"),
-        ("max_position_embeddings", "max_position_embeddings"),
         ("tie_word_embeddings", "tie_word_embeddings"),
         ("bos_token_id", "bos_token_id"),
     ):
         assert getattr(config, ours) == values[theirs], ours
     heads = values["num_attention_heads"]
     assert config.head_dim == (values.get("head_dim") or values["hidden_size"] // heads)
-    assert config.rope.theta == values["rope_parameters"]["rope_theta"]
-    assert config.rope.kind.value == values["rope_parameters"]["rope_type"]
-    assert config.rope.factor == values["rope_parameters"].get("factor", 1.0)
+    residual = values.get("residual_multiplier", 1.0)
+    assert config.rms_norm_eps == values["rms_norm_eps"] / residual**2
+    ropes = values["rope_parameters"]
+    by_window = [ropes[kind] for kind in ("full_attention", "sliding_attention") if kind in ropes]
+    given = by_window or [ropes]
+    for rope, keys in zip(config.ropes[: len(given)], given, strict=True):
+        assert rope.theta == keys["rope_theta"]
+        assert rope.kind.value == keys["rope_type"]
+        assert rope.factor == keys.get("factor", 1.0)
+        assert (
+            rope.rotary_dim % config.head_dim
+            == config.head_dim * keys.get("partial_rotary_factor", 1) % config.head_dim
+        )
+    context = values["max_position_embeddings"]
+    is_short = config.rope.kind is RopeKind.LONGROPE
+    assert config.max_position_embeddings == (
+        values["original_max_position_embeddings"] if is_short else context
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -494,9 +500,14 @@ def test_unknown_architecture_is_refused_with_the_list(architectures):
 
 
 def test_registry_finds_each_architecture():
-    assert sorted(ARCHITECTURES.values()) == sorted(supported_architectures())
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert sorted(set(names)) == sorted(supported_architectures()) == sorted(names)
     for family, architecture in ARCHITECTURES.items():
         assert find_family([architecture]).name == family
+
+
+def test_every_family_has_a_golden_folder():
+    assert {load_config(GOLDEN / case).family for case in CASES} == set(ARCHITECTURES)
 
 
 def test_model_type_must_go_with_the_architecture():

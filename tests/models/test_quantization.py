@@ -22,7 +22,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.errors import SelfCheckError
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.models import loading
+from detjax.models import layers, loading
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import ParamSpec, RowRun, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
@@ -459,9 +459,33 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
         found(engine(model), requests)
 
 
-def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
+@pytest.mark.invariance
+@pytest.mark.parametrize(("scheme", "tp"), quick_and_slow([("fp8-dynamic", 2)], [("int8-w8a8", 4)]))
+def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, scheme, tp):
+    folder = w8a8_folder(tmp_path, scheme)
+    one, many = opened(folder, mode="w8a8"), opened(folder, tp, "w8a8")
+    down = many.params["layers"][0]["down"]
+    assert down.values.addressable_shards[0].data.shape == (128 // tp, 256)
+    want = digests(one)
+    assert digests(many) == want
+    hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (one, many)}
+    assert len(hashes) == 1
+    # Control: each rank's channels by their own greatest value, as row-parallel layers elsewhere.
+    whole = layers._add_own_outputs
+
+    def by_rank(ctx, x, w, *rest):
+        rows = portable.quantize_rows(x, dtype=w.values.dtype)
+        values = rows.values.astype(jnp.float32) * rows.scales[:, None]
+        return whole(ctx, values.astype(x.dtype), w, *rest)
+
+    monkeypatch.setattr(layers, "_add_own_outputs", by_rank)
+    assert digests(opened(folder, tp, "w8a8")) != want
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path, tp):
     folder = w8a8_folder(tmp_path)
-    model = opened(folder, mode="w8a8")
+    model = opened(folder, tp, "w8a8")
     before = digests(model)
     model.replace_weights(model.read_folder(folder))
     assert digests(model) == before
@@ -471,18 +495,17 @@ def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tp", "message"),
+    ("scheme", "message"),
     [
-        ("int8-w8a8", 2, "tp=2 is not implemented"),
-        ("int8-w8a16", 1, "needs symmetric 8-bit weights .* this checkpoint has weights of"),
-        ("int4-w4a16", 1, "this checkpoint has weights of the format"),
+        ("int8-w8a16", "needs symmetric 8-bit weights .* this checkpoint has weights of"),
+        ("int4-w4a16", "this checkpoint has weights of the format"),
     ],
 )
-def test_8_bit_activations_are_refused_by_reason(tmp_path, scheme, tp, message):
+def test_8_bit_activations_are_refused_by_reason(tmp_path, scheme, message):
     folder = folder_of("small", tmp_path / "bf16")
     quantize_folder(folder, tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
     with pytest.raises(ValueError, match=message):
-        opened(tmp_path / "q", tp, "w8a8")
+        opened(tmp_path / "q", mode="w8a8")
 
 
 @pytest.mark.parametrize(
@@ -529,22 +552,22 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend", "tp", "is_packed"),
+    ("mode", "backend", "is_packed"),
     [
-        ("auto", Backend.SM90, 1, True), ("auto", Backend.SM90, 2, False),
-        ("auto", Backend.PORTABLE, 1, False), ("expanded", Backend.SM90, 1, False),
-        ("packed", Backend.SM90, 1, True), ("packed", Backend.PORTABLE, 2, True),
+        ("auto", Backend.SM90, True), ("auto", Backend.PORTABLE, False),
+        ("expanded", Backend.SM90, False), ("packed", Backend.SM90, True),
+        ("packed", Backend.PORTABLE, True),
     ],
 )  # fmt: skip
-def test_where_weights_stay_packed(mode, backend, tp, is_packed):
+def test_where_weights_stay_packed(mode, backend, is_packed):
     form = MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED
-    assert loading._matrix_form(mode, True, NumericsProfile(), backend, tp=tp) is form
+    assert loading._matrix_form(mode, True, NumericsProfile(), backend) is form
     wide = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     if mode == "packed":
         with pytest.raises(ValueError, match="does not go with float32 weights"):
-            loading._matrix_form(mode, True, wide, backend, tp=tp)
+            loading._matrix_form(mode, True, wide, backend)
     else:
-        found = loading._matrix_form(mode, True, wide, backend, tp=tp)
+        found = loading._matrix_form(mode, True, wide, backend)
         assert found is MatrixForm.EXPANDED
 
 
@@ -563,11 +586,6 @@ def test_int8_with_zero_points_is_expanded(tmp_path, name, is_packed):
     param = ParamSpec(tensors=(spec,), shape=spec.shape, partition=spec.partition)
     form = kept_form(param, {spec.hf_name: stored}, 1, MatrixForm.PACKED)
     assert form is (MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED)
-
-
-def test_packed_weights_on_several_gpus_are_refused():
-    with pytest.raises(ValueError, match="tp=2 has not been run on several GPUs"):
-        loading._matrix_form("packed", True, NumericsProfile(), Backend.SM90, tp=2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary tables agree with exact values, with transformers, and with themselves on every host."""
 
+import dataclasses
 import hashlib
 import json
 from decimal import Decimal, localcontext
@@ -13,7 +14,13 @@ from safetensors.numpy import load_file
 from detjax.models.config import RopeConfig, RopeKind
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import place_model
-from detjax.models.rope import DECIMAL_DIGITS, PI, inverse_frequencies, rope_tables
+from detjax.models.rope import (
+    DECIMAL_DIGITS,
+    PI,
+    inverse_frequencies,
+    model_rope_tables,
+    rope_tables,
+)
 from detjax.models.weights.random_weights import random_params
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -45,11 +52,30 @@ def test_tables_of_golden_folders_are_within_half_an_ulp_of_transformers_in_floa
     expected = load_file(GOLDEN / "hf" / case / "expected.safetensors")
     facts = json.loads((GOLDEN / "hf" / case / "expected.json").read_text())
     positions = facts["rope"]["positions"]
-    cos, sin = rope_tables(config.rope, head_dim=config.head_dim, max_len=max(positions) + 1)
-    assert cos.dtype == sin.dtype == np.float32
-    assert cos.shape == sin.shape == (max(positions) + 1, config.head_dim // 2)
-    assert error_in_ulp(cos[positions], expected["rope.cos_float64"]) <= 0.51
-    assert error_in_ulp(sin[positions], expected["rope.sin_float64"]) <= 0.51
+    half, num_rows = config.head_dim // 2, max(positions) + 1
+    tables = model_rope_tables(dataclasses.replace(config, max_position_embeddings=num_rows))
+    for name, column in (("rope", 0), ("rope_window", half)):
+        if f"{name}.cos_float64" not in expected:
+            continue
+        rotated = expected[f"{name}.cos_float64"].shape[1]
+        scale = config.rope.scale
+        for table, which, otherwise in zip(tables, ("cos", "sin"), (scale, 0), strict=True):
+            assert table.dtype == np.float32
+            assert table.shape == (num_rows, len(config.ropes) * half)
+            exact = scale * expected[f"{name}.{which}_float64"]
+            own = table[positions, column : column + half]
+            assert error_in_ulp(own[:, :rotated], exact) <= 0.51
+            assert (own[:, rotated:] == np.float32(otherwise)).all()
+
+
+@pytest.mark.parametrize("case", ["smollm3", "exaone4"])
+def test_layers_without_rotary_embedding_have_cosines_of_one_and_sines_of_zero(case):
+    config = load_config(GOLDEN / "hf" / case)
+    cos, sin = model_rope_tables(config)
+    half = config.head_dim // 2
+    assert (cos[:, half:] == 1).all() and (sin[:, half:] == 0).all()
+    rotated = {"smollm3": (0, 1, 0, 1), "exaone4": (0, 0, 0, 1)}[case]
+    assert config.layer_ropes == rotated, "of the second table where it is 1"
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED["ropes"]))

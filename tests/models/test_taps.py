@@ -10,10 +10,19 @@ import pytest
 from detjax.diverge.recorder import RecordedTaps
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
+from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.models.transformer import DecoderOps
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.programs import plain_key
+
+CONFIG = dummy_config(num_layers=2, qk_norm=True)
+NORMS_AFTER = dataclasses.replace(
+    dummy_config(num_layers=2), norms=NormPlacement.AFTER, is_qk_norm_whole=True
+)
+NORMS_AROUND = dataclasses.replace(
+    dummy_config(num_layers=2), norms=NormPlacement.BOTH, gating=Gating.GEGLU, gain_offset=1.0
+)
 
 
 class Clumsy(RecordedTaps):
@@ -24,9 +33,11 @@ class Clumsy(RecordedTaps):
         return super().watch(scaled, num_layers=num_layers)
 
 
-def lowered(key: ProgramKey, tp: int, taps: RecordedTaps | None) -> str:
+def lowered(
+    key: ProgramKey, tp: int, taps: RecordedTaps | None, config: ModelConfig = CONFIG
+) -> str:
     """The text of a program. What taps keep is not a result of it."""
-    model = dummy_model(dummy_config(num_layers=2, qk_norm=True), tp=tp)
+    model = dummy_model(config, tp=tp)
     programs = ProgramCache(model, num_pages=8, num_slots=4, window_len=4)
     if taps is not None:
         programs._context = dataclasses.replace(programs._context, taps=taps)
@@ -43,6 +54,16 @@ CASES = quick_and_slow(
         ("verify", 2, 4, "invariant", 2),
     ],
 )
+
+
+@pytest.mark.parametrize("config", [NORMS_AFTER, NORMS_AROUND], ids=["after", "around"])
+@pytest.mark.parametrize("mode", ["invariant", "fast"])
+def test_a_program_with_norms_after_lowers_to_the_same_text(config, mode):
+    key, taps = plain_key("decode", rows=2, table_len=2, mode=mode), RecordedTaps()
+    assert lowered(key, 2, taps, config) == lowered(key, 2, None, config)
+    names = {tap.name for tap, _ in taps.seen}
+    assert {"embed", "qkv", "attention", "o_residual", "gated", "down_residual"} <= names
+    assert len({tap for tap, _ in taps.seen}) == len(taps.seen)
 
 
 @pytest.mark.parametrize(("kind", "rows", "length", "mode", "tp"), CASES)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax.pallas_kernels.geglu import portable as portable_geglu
+from detjax.pallas_kernels.geglu import sm90 as geglu
 from detjax.pallas_kernels.log_softmax import portable as portable_log_softmax
 from detjax.pallas_kernels.log_softmax import sm90 as log_softmax
 from detjax.pallas_kernels.rms_norm import portable as portable_rms_norm
@@ -213,6 +215,21 @@ def test_swiglu_in_interpret_mode(num_rows, width):
     close(out, portable_swiglu.swiglu(gate_up), 2.0**-7)
     split = swiglu.swiglu(gate_up[:, :width], gate_up[:, width:], interpret=True)
     assert_bitwise_equal(split, out, claim="fused and split activations give the same bits")
+
+
+def test_geglu_lowers():
+    lower_for_hopper(geglu.geglu, struct((5, 2 * 1536)))
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 1536), (2, 132)])
+def test_geglu_in_interpret_mode(num_rows, width):
+    gate_up = array((num_rows, 2 * width), 1).at[0, :2].set(-100.0)
+    out = geglu.geglu(gate_up, interpret=True)
+    close(out, portable_geglu.geglu(gate_up), 2.0**-7)
+    gate, up = np.split(np.asarray(gate_up, np.float64), 2, axis=1)
+    exact = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    close(out, exact, 2.0**-7)
+    assert (np.asarray(out, np.float32)[0, :2] == 0).all(), "a gate of -100 passes nothing"
 
 
 def test_swiglu_refuses_other_widths():
@@ -514,6 +531,13 @@ def test_fused_write_equals_norm_rope_and_scatter(heads, kv_heads, channels):
             claim = f"{len(which)} tokens, norm {has_norm}: one launch, same bits"
             assert_bitwise_equal(got[0], q1, claim=claim)
             assert_bitwise_equal(got[1], cache, claim=claim)
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", (132, 1536))
+def test_geglu_is_bitwise_batch_invariant(width):
+    check_rows(geglu.geglu, (array((MOST, 2 * width), 1),), f"geglu {width}")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.models.adapters.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
-from detjax.models.config import ModelConfig
+from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.models.params import MATRICES, TENSORS_OF, TensorSpec, tensor_specs
 from detjax.models.weights.dtypes import check_conversion, converted
 from detjax.models.weights.files import StoredTensor, open_file
@@ -76,12 +76,23 @@ def check_can_adapt(config: ModelConfig) -> None:
     """Refuse a model whose layers cannot have adapters.
 
     Raises:
-        ValueError: If it has mixtures of experts.
+        ValueError: Naming what the model has.
     """
-    if config.experts is not None:
-        raise ValueError(
-            "adapters of a model with mixtures of experts are not supported; leave enable_lora out"
-        )
+    layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
+    names = [layer[name].hf_name for name in ADAPTED if name in layer]
+    ropes = (config.rope, *config.other_ropes)
+    unsupported = {
+        "mixtures of experts": config.experts is not None,
+        "norms behind its products": config.norms is not NormPlacement.BEFORE,
+        "gates by GELU": config.gating is not Gating.SWIGLU,
+        "rotary pairs of neighbouring channels": any(rope.is_interleaved for rope in ropes),
+        "several projections in one tensor": len(set(names)) < len(names),
+    }
+    for what, is_there in unsupported.items():
+        if is_there:
+            raise ValueError(
+                f"adapters of a model with {what} are not supported; leave enable_lora out"
+            )
 
 
 def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_rank: int) -> Adapter:

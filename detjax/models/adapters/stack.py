@@ -134,13 +134,12 @@ def share_adapters(model: LoadedModel) -> LoadedModel:
 
 
 def _check_numerics(model: LoadedModel) -> None:
-    """Refuse kernels that do not add adapters to float32 activations."""
-    if not KERNELS[model.backend].adapts_float32 and (
-        model.profile.activation_dtype == jnp.float32
-    ):
+    """Refuse kernels that do not add adapters to activations of the model's dtype."""
+    compute = model.profile.compute_dtype
+    if compute not in KERNELS[model.backend].adapted_dtypes:
         raise ValueError(
-            f"adapters with compute float32 on {model.backend.value} are not supported; use "
-            "bfloat16, or backend portable"
+            f"adapters with compute {compute} on backend {model.backend.value} are not supported; "
+            "use bfloat16, or backend portable"
         )
 
 

@@ -11,10 +11,8 @@ from jax.typing import DTypeLike
 
 from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
-from detjax.models.hf_config import read_quantization
 from detjax.models.params import tensor_specs
-from detjax.models.quantization.expand import expand_tensors
-from detjax.models.weights.files import open_tensors
+from detjax.models.weights.reading import open_weights
 
 SOURCE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 CASTS = (NO_CAST, "bfloat16")
@@ -50,7 +48,7 @@ def find_cast(folder: Path, config: ModelConfig, *, cast_weights: str, dtype: DT
     specs = jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
     wanted = {name for spec in specs for name in spec.hf_names}
     with contextlib.ExitStack() as stack:
-        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
+        tensors = open_weights(folder, config, target, stack)
         found = {tensor.dtype for name, tensor in tensors.items() if name in wanted}
     sources = sorted(SOURCE_DTYPES[dtype] for dtype in found & {"F16", "F32"})
     if not sources:

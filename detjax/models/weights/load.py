@@ -14,15 +14,14 @@ from jax.typing import DTypeLike
 
 from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
-from detjax.models.hf_config import read_quantization
-from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
-from detjax.models.quantization.expand import expand_tensors
+from detjax.models.params import EMBED_NAME, HEAD_NAME, Params, TensorSpec, param_specs
 from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
-from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.files import StoredTensor
 from detjax.models.weights.packed import MatrixForm, kept_form, place_packed, place_w8a8
 from detjax.models.weights.place import ExpertRows, place_tensor
+from detjax.models.weights.reading import open_weights
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 
 Progress = Callable[[str, int, int], None]
@@ -33,7 +32,6 @@ kept on disk.
 """
 
 INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; recomputed by rope.py
-HEAD_NAME = "lm_head.weight"
 COMPARE_ROWS = 4096
 NUM_READERS = 8
 """Tensors that are on their way to a GPU at once."""
@@ -92,7 +90,7 @@ def load_params(
     total = sum(math.prod(spec.shape) for spec in made) * target.itemsize
     done = 0
     with contextlib.ExitStack() as stack:
-        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
+        tensors = open_weights(folder, config, dtype, stack)
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
@@ -113,7 +111,7 @@ def load_params(
                 return place_w8a8(rows, spec, mesh, name=name)
             if spec.num_experts:
                 name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
-            return place_tensor(rows, spec, mesh, dtype=target, name=name)
+            return place_tensor(rows, spec, mesh, dtype=spec.dtype(target), name=name)
 
         in_order = [tensor for spec in made for tensor in spec.tensors]
         num_readers = 1 if mesh.devices.flat[0].platform == "cpu" else NUM_READERS
@@ -146,7 +144,7 @@ def check_params(
     specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
     wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
     with contextlib.ExitStack() as stack:
-        tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
+        tensors = open_weights(folder, config, dtype, stack)
         can_cast = cast_weights != NO_CAST
         _check_tensors(folder, tensors, wanted, dtype=check_dtype(dtype), can_cast=can_cast)
 
@@ -161,6 +159,7 @@ def _check_tensors(
 ) -> None:
     """Every tensor that is needed is there, of the right shape and dtype, and no other."""
     wanted = {name: spec.hf_shape for spec in specs for name in spec.hf_names}
+    target_of = {name: spec.dtype(dtype) for spec in specs for name in spec.hf_names}
     if missing := [name for name in wanted if name not in tensors]:
         raise ValueError(
             f"{folder} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[0]!r}; "
@@ -183,7 +182,8 @@ def _check_tensors(
                 f"{wanted[name]}; they are of different models"
             )
         where = f"{name!r} in {tensor.file}"
-        check_conversion(where, tensor.dtype, dtype=dtype, can_cast=can_cast)
+        target = target_of.get(name, dtype)
+        check_conversion(where, tensor.dtype, dtype=target, can_cast=can_cast)
 
 
 def _check_tied_head(embed: StoredTensor, head: StoredTensor) -> None:

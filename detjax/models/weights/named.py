@@ -2,7 +2,7 @@
 """Weights from named tensors that arrive one by one, as another program's trainer sends them."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
-from detjax.models.params import EMBED_NAME, Params, TensorSpec, param_specs
+from detjax.models.params import EMBED_NAME, HEAD_NAME, Params, TensorSpec, param_specs
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import SOURCE_DTYPES, check_conversion, check_dtype
-from detjax.models.weights.load import HEAD_NAME, INERT_TENSORS
+from detjax.models.weights.load import INERT_TENSORS
 from detjax.models.weights.place import place_tensor, put_expert
+from detjax.models.weights.reading import read_named, readings_by_source
 
 STORED_NAMES = {dtype: stored for stored, dtype in SOURCE_DTYPES.items()}
 MAX_NAMED = 3
@@ -81,7 +82,7 @@ def load_named_params(
                 specs_of.setdefault(name, []).append(spec)
     seen, placed = set[str](), dict[TensorSpec, jax.Array]()
     digests = dict[str, str]()
-    for name, value in map(_pair, tensors):
+    for name, value in _as_read(tensors, config, target, can_cast=can_cast):
         if INERT_TENSORS.fullmatch(name):
             continue
         if name in seen:
@@ -98,7 +99,8 @@ def load_named_params(
         if array.shape != shape:
             raise ValueError(f"{name!r} has shape {array.shape}, but this model's is {shape}")
         stored = STORED_NAMES.get(array.dtype.name, array.dtype.name)
-        check_conversion(repr(name), stored, dtype=target, can_cast=can_cast)
+        of_spec = specs_of[own][0].dtype(target)
+        check_conversion(repr(name), stored, dtype=of_spec, can_cast=can_cast)
         if own == EMBED_NAME and HEAD_NAME not in specs_of:
             raw = array.reshape(-1).view(np.uint8)
             digests[name] = f"{stored} {hashlib.sha256(raw).hexdigest()}"
@@ -109,7 +111,7 @@ def load_named_params(
                         placed.get(spec), array, spec, mesh, dtype=target, name=name
                     )
                 else:
-                    placed[spec] = place_tensor(array, spec, mesh, dtype=target, name=repr(name))
+                    placed[spec] = place_tensor(array, spec, mesh, dtype=of_spec, name=repr(name))
     if missing := [name for name in specs_of if name not in seen]:
         raise ValueError(
             f"{len(missing)} of {len(specs_of)} tensors are missing: "
@@ -121,6 +123,21 @@ def load_named_params(
             "leave it out, or give the same bits"
         )
     return assemble(specs, mesh, placed.__getitem__)
+
+
+def _as_read(
+    tensors: Iterable[tuple[str, Any]], config: ModelConfig, dtype: jnp.dtype, *, can_cast: bool
+) -> Iterator[tuple[str, Any]]:
+    """The decoder's tensors, from those of the checkpoint."""
+    plan = readings_by_source(config, dtype)
+    for name, value in map(_pair, tensors):
+        if name not in plan:
+            yield name, value
+            continue
+        array = _host_array(name, value)
+        if array.dtype == np.float16:
+            check_conversion(repr(name), "F16", dtype=dtype, can_cast=can_cast)
+        yield from read_named(plan[name], array)
 
 
 def _pair(item: Any) -> tuple[str, Any]:

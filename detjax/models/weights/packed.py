@@ -182,19 +182,27 @@ class _Source:
         return self._read(*index)
 
 
+def _w8a8_partitions(spec: TensorSpec | ParamSpec) -> tuple[PartitionSpec, PartitionSpec]:
+    """How values and scales are split."""
+    rows, columns = _axes(spec)
+    return PartitionSpec(rows or columns, None), PartitionSpec(rows or columns)
+
+
 def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
-    """Put a tensor of 8-bit values with a scale a row where its spec says, as it is.
+    """Put a tensor of 8-bit values with a scale a row on the devices, as it is.
+
+    Ranks own rows, also of a matrix whose spec splits columns: `models.layers` says why.
 
     Args:
         rows: The tensor of the checkpoint, of a scheme that `as_w8a8` takes.
-        spec: Where rows and columns go.
+        spec: Its shape, and whether it is split over ranks.
         mesh: Has the axes "dp" and "tp".
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
         ValueError: If a scale is not finite, or a weight is not a number.
     """
-    by_rows, by_columns = _axes(spec)
+    of_values, of_scales = (NamedSharding(mesh, of) for of in _w8a8_partitions(spec))
     is_float = rows.code_type is CodeType.FLOAT8
     dtype = np.dtype(ml_dtypes.float8_e4m3fn if is_float else np.int8)
 
@@ -211,8 +219,6 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
         return read_shard(source, spec, np.float32, name, bounds).reshape(-1)
 
     make = jax.make_array_from_callback
-    of_values = NamedSharding(mesh, PartitionSpec(by_rows, by_columns))
-    of_scales = NamedSharding(mesh, PartitionSpec(by_rows))
     return W8A8Matrix(
         values=make(spec.shape, of_values, values, dtype).block_until_ready(),
         scales=make(spec.shape[:1], of_scales, scales, jnp.float32).block_until_ready(),
@@ -223,10 +229,10 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
     """Store quantised tensors as one parameter: each rank's rows of the first, then of the next."""
     first = parts[0]
     if isinstance(first, W8A8Matrix):
-        rows, columns = _axes(spec)
+        of_values, of_scales = _w8a8_partitions(spec)
         return W8A8Matrix(
-            values=_joiner(mesh, PartitionSpec(rows, columns), 0)([it.values for it in parts]),
-            scales=_joiner(mesh, PartitionSpec(rows), 0)([it.scales for it in parts]),
+            values=_joiner(mesh, of_values, 0)([it.values for it in parts]),
+            scales=_joiner(mesh, of_scales, 0)([it.scales for it in parts]),
         )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])
     return QuantizedMatrix(

@@ -48,7 +48,7 @@ def random_params(
     def make(spec: TensorSpec) -> jax.Array:
         names = jnp.asarray([zlib.crc32(name.encode()) for name in spec.hf_names], jnp.uint32)
         keys = jax.vmap(functools.partial(jax.random.fold_in, root))(names)
-        draw = _drawer(mesh, spec.unnamed, target)
+        draw = _drawer(mesh, spec.unnamed, spec.dtype(target))
         return draw(keys if spec.num_experts else keys[0])
 
     return assemble(specs, mesh, make)

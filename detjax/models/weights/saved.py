@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights to and from orbax checkpoints, which say what they are of and hash their bytes."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -131,7 +130,8 @@ def restore_params(
     wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
     for spec in wanted:  # "embed" comes first, so a tied tensor lies as it asks
         sharding = NamedSharding(mesh, _checkpoint_partition(spec))
-        tensor = jax.ShapeDtypeStruct(spec.source_shape, target, sharding=sharding)
+        own = spec.dtype(target)
+        tensor = jax.ShapeDtypeStruct(spec.source_shape, own, sharding=sharding)
         abstract.setdefault(_saved_name(spec), tensor)
     import orbax.checkpoint as ocp  # WHY: most starts read no checkpoint, and it takes 0.2 s
 
@@ -189,13 +189,11 @@ def _rearrange_words(
 
 def _checkpoint_facts(config: ModelConfig, dtype: jnp.dtype, weight_cast: str) -> dict[str, Any]:
     """What `detjax_params.json` says, as JSON gives it back."""
-    values = dataclasses.asdict(config)
-    values["rope"]["kind"] = config.rope.kind.value
     facts = {
         "format": CHECKPOINT_FORMAT,
         "dtype": jnp.dtype(dtype).name,
         "weight_cast": weight_cast,
-        "config": values,
+        "config": config.facts(),
     }
     return json.loads(json.dumps(facts))
 

@@ -17,6 +17,7 @@ def attention(
     window: int | None,
     profile: NumericsProfile,
     backend: Backend,
+    softcap: float | None = None,
 ) -> Activation[Array, "B T H C"]:
     """Attend from each query to the keys at and before its position.
 
@@ -32,9 +33,11 @@ def attention(
         window: How many tokens back a query sees, itself included; None sees all.
         profile: Gives the split's length. A page is one block.
         backend: Which implementation runs.
+        softcap: Bounds scores: softmax takes `cap * tanh(score / cap)`. None does not.
 
     Raises:
         ValueError: If a page is not one block of the profile, or query heads do not divide.
+        NotImplementedError: If the backend does not do it.
 
     Numerics:
         For each query row: blocks of `profile.attention_block` keys at fixed absolute positions;
@@ -52,7 +55,7 @@ def attention(
     """
     _check(pages, q.shape[2], profile)
     return KERNELS[backend].attention(
-        q, pages, page_table, positions, layer, window=window, profile=profile
+        q, pages, page_table, positions, layer, window=window, profile=profile, softcap=softcap
     )
 
 

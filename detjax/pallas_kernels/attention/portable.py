@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the paged cache, on tiles of 16 query rows of one key/value head."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -41,25 +42,36 @@ def _empty(channels: int):
     )
 
 
+def _scaling(channels: int, softcap: float | None) -> Callable[[jax.Array], jax.Array]:
+    """What makes products of queries and keys into exponents of two."""
+    scale = float(np.float32(LOG2_E * channels**-0.5))
+    if softcap is None:
+        return lambda scores: scores * scale
+    inner, outer = float(np.float32(channels**-0.5 / softcap)), float(np.float32(LOG2_E * softcap))
+    return lambda scores: jnp.tanh(scores * inner) * outer
+
+
 def attention(
-    q, pages, page_table, positions, layer: int, *, window: int | None, profile: NumericsProfile
-) -> jax.Array:
+    q, pages, page_table, positions, layer: int,
+    *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """See `api.attention`."""
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     return _attention(
-        q, pages, page_table, positions, jnp.int32(layer), window=window, profile=profile
-    )
+        q, pages, page_table, positions, jnp.int32(layer),
+        window=window, profile=profile, softcap=softcap,
+    )  # fmt: skip
 
 
-@partial(jax.jit, static_argnames=("window", "profile"))
+@partial(jax.jit, static_argnames=("window", "profile", "softcap"))
 def _attention(
-    q, pages, page_table, positions, layer, *, window: int | None, profile: NumericsProfile
+    q, pages, page_table, positions, layer, *, window, profile: NumericsProfile, softcap
 ) -> jax.Array:
     batch, query_len, num_heads, channels = q.shape
     kv_heads, block = pages.shape[3], pages.shape[4]
     group = num_heads // kv_heads
     blocks_per_split = profile.attention_split // block
-    scale = float(np.float32(LOG2_E * channels**-0.5))
+    scaled = _scaling(channels, softcap)
 
     # One row a (token, query head of the group), so a decode tile holds the group's heads.
     rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
@@ -95,7 +107,7 @@ def _attention(
             scores = lax.dot_general(
                 query, k, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
             )
-            scores = jnp.where(is_seen, scores * scale, -jnp.inf)
+            scores = jnp.where(is_seen, scaled(scores), -jnp.inf)
             new_m = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp2(scores - new_m)
             decay = jnp.exp2(m - new_m)

@@ -84,13 +84,14 @@ def attention(
     *,
     window: int | None,
     profile: NumericsProfile,
+    softcap: float | None = None,
     is_interpreted: bool = False,
 ) -> jax.Array:
     """See `api.attention`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96
-            and 128, or another block than 128.
+            and 128, another block than 128, or a soft cap.
 
     Numerics:
         Scores: wgmma, K in order, 16 at a time, float32. Weights: `ex2(fma(score, scale, -m))`
@@ -105,6 +106,8 @@ def attention(
         mesh-invariant. Holds while keys and values are finite.
     """
     _check(q, pages, profile)
+    if softcap is not None:
+        raise NotImplementedError(f"attention on sm90 has no soft cap on scores ({softcap=})")
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     operands = (q, pages, page_table, positions, jnp.int32(layer))
     per_split = profile.attention_split // profile.attention_block

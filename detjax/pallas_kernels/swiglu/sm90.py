@@ -2,6 +2,8 @@
 """SwiGLU on Hopper: one pass over pieces of a row, 16-byte accesses."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from jax.extend.mlir.dialects import arith, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
 
+Gating = Callable[[Any, Any, rows.Arithmetic], Any]
+"""Of gates and ups, float32 values in registers."""
+
 
 def gated(gate, up, math: rows.Arithmetic):
     """`gate / (1 + exp(-gate)) * up` in float32; for an epilogue that has both in registers.
@@ -20,12 +25,16 @@ def gated(gate, up, math: rows.Arithmetic):
     # ORDER: libdevice's exp, a rounded sum, div.full (within 2 ulp), a rounded product. The sum
     # says `.rn`, so exp's last multiply cannot fuse with it.
     """
+    return math.mul(over_decay(gate, gate, math), up)
+
+
+def over_decay(gate, exponent, math: rows.Arithmetic):
+    """`gate / (1 + exp(-exponent))` in float32."""
     one = math.full(gate.shape, 1.0)
-    decay = math.add(jnp.exp(-gate), one)
-    ratio = math.apply(
+    decay = math.add(jnp.exp(-exponent), one)
+    return math.apply(
         lambda x, y: rows.instruction("div.full.f32")(x, y), lambda x, y: x / y, gate, decay
     )
-    return math.mul(ratio, up)
 
 
 def _round_pair(register):
@@ -84,6 +93,22 @@ def swiglu(gate_up, up=None, *, interpret: bool = False) -> jax.Array:
         # ROUND: once, to the dtype. The fused form has the same bits: it only reads elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    return gate_columns(gate_up, up, gated, name="detjax_swiglu", interpret=interpret)
+
+
+def gate_columns(gate_up, up, gating: Gating, *, name: str, interpret: bool) -> jax.Array:
+    """`gating(gates, ups)` in float32, rounded once: one pass over pieces of a row.
+
+    Args:
+        gate_up: Gates, then ups, [M, 2 F]; with `up` the gates alone, [M, F].
+        up: Ups, [M, F], or None.
+        gating: Of float32 values in registers.
+        name: Of the kernel.
+        interpret: Run in interpret mode.
+
+    Raises:
+        ValueError: If F is under 128 or no multiple of 4.
+    """
     num_rows = gate_up.shape[0]
     width = gate_up.shape[1] // (2 if up is None else 1)
     if up is None and gate_up.shape[1] % 2:
@@ -102,7 +127,7 @@ def swiglu(gate_up, up=None, *, interpret: bool = False) -> jax.Array:
             u = math.load(up_gmem[0].at[row, pl.ds(first, size)])
         else:
             u = math.load(gate_gmem.at[row, pl.ds(width + first, size)])
-        out = gated(g.astype(jnp.float32), u.astype(jnp.float32), math)
+        out = gating(g.astype(jnp.float32), u.astype(jnp.float32), math)
         out_gmem[row, pl.ds(first, size)] = out.astype(gate_up.dtype)
 
     return rows.run_kernel(
@@ -110,6 +135,6 @@ def swiglu(gate_up, up=None, *, interpret: bool = False) -> jax.Array:
         (gate_up,) if up is None else (gate_up, up),
         out=jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
         grid={"piece": pl.cdiv(width, size), "row": num_rows},
-        name="detjax_swiglu",
+        name=name,
         is_interpreted=interpret,
     )

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that the decoder reads, from those that a family's checkpoint holds.
+
+Most families store what the decoder reads. Others name a norm otherwise, join projections, pair
+the channels of rotary embedding otherwise, or leave a number out of a weight that belongs to it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.family import Family
+from detjax.models.hf_config import read_quantization
+from detjax.models.params import EMBED_NAME, HEAD_NAME, TensorSpec, tensor_specs
+from detjax.models.quantization.expand import expand_tensors
+from detjax.models.registry import family_named
+from detjax.models.weights.files import StoredTensor, open_tensors
+
+ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_whole", "k_norm_whole")
+"""Tensors whose rows are channels that rotary embedding pairs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a tensor that the decoder reads is made of one of a checkpoint.
+
+    Attributes:
+        name: Of the decoder's tensor.
+        source: The checkpoint's.
+        source_rows: Rows of that.
+        start: The first row that is read.
+        num_rows: Rows that are read.
+        head_order: Within each head, which channel comes where; empty leaves them as they are.
+        offset: Added to each value.
+        scale: Multiplied with the sum.
+    """
+
+    name: str
+    source: str
+    source_rows: int
+    start: int
+    num_rows: int
+    head_order: tuple[int, ...] = ()
+    offset: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint's tensor is the decoder's."""
+        moved = self.name != self.source or self.num_rows != self.source_rows or self.head_order
+        return not moved and not self.changes_values
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether values are not those of the checkpoint."""
+        return self.offset != 0 or self.scale != 1
+
+    def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ReadRows":
+        """Rows of the decoder's tensor, read when they are indexed.
+
+        Args:
+            rows: The checkpoint's, of `shape`.
+            shape: Of the checkpoint's tensor.
+            where: Name of that tensor, for errors.
+
+        Raises:
+            ValueError: If it has another number of rows than the configuration makes it.
+        """
+        if shape[0] != self.source_rows:
+            raise ValueError(
+                f"{where} has shape {shape}, but config.json makes it {self.source_rows} rows; "
+                "they are of different models"
+            )
+        return ReadRows(self, rows)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Which row of the checkpoint's tensor each row is."""
+        rows = np.arange(self.start, self.start + self.num_rows)
+        if not self.head_order:
+            return rows
+        return rows.reshape(-1, len(self.head_order))[:, list(self.head_order)].reshape(-1)
+
+
+class ReadRows:
+    """Rows of a decoder's tensor; indexing it reads the checkpoint's."""
+
+    def __init__(self, reading: Reading, rows: Any):
+        """Keep the checkpoint's rows, which are read when they are asked for."""
+        self._reading, self._rows = reading, rows
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Read some rows and columns; the first index is a slice."""
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        reading = self._reading
+        if reading.head_order:
+            values = np.asarray(self._rows[(reading.order[first], *rest)])
+        else:
+            start, stop, _ = first.indices(reading.num_rows)
+            values = self._rows[(slice(start + reading.start, stop + reading.start), *rest)]
+        if not reading.changes_values:
+            return values
+        # ROUND: the sum to float32, then the product; neither is fused.
+        wide = values.astype(np.float32) + np.float32(reading.offset)
+        return wide * np.float32(reading.scale)
+
+
+def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, Reading]:
+    """How each of the decoder's tensors is read that is not the checkpoint's, by its name.
+
+    Args:
+        config: The model.
+        dtype: Of the weights, to which Gemma rounds the factor on its embeddings.
+    """
+    family = family_named(config.family)
+    if family is None:
+        return {}
+    specs = tensor_specs(config, tp=1, vocab_block=1)
+    order = head_order(config.rope, config.head_dim)
+    found = [
+        reading
+        for layer in specs["layers"]
+        for reading in _layer_readings(family, layer, order, config.gain_offset)
+    ]
+    found += _model_readings(config, family, specs, dtype)
+    return {reading.name: reading for reading in found if not reading.is_plain}
+
+
+def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
+    """The channel of a checkpoint's head that each of the decoder's is; empty if it is the same.
+
+    The decoder rotates channel c with channel `c + head_dim / 2`. Pairs that are rotated come
+    first in each half, in order of frequency, then those that are not.
+    """
+    rotary_dim = rope.rotary_dim or head_dim
+    if rotary_dim == head_dim and not rope.is_interleaved:
+        return ()
+    if rope.is_interleaved:
+        rotated = [list(range(half, rotary_dim, 2)) for half in (0, 1)]
+    else:
+        rotated = [list(range(h * rotary_dim // 2, (h + 1) * rotary_dim // 2)) for h in (0, 1)]
+    rest = list(range(rotary_dim, head_dim))
+    kept = [rest[: len(rest) // 2], rest[len(rest) // 2 :]]
+    return tuple(rotated[0] + kept[0] + rotated[1] + kept[1])
+
+
+def _layer_readings(
+    family: Family, layer: dict[str, TensorSpec], order: tuple[int, ...], gain_offset: float
+) -> Iterator[Reading]:
+    """Those of one layer, plain ones included. Experts are stored as they are read."""
+    rows = {spec.hf_name: spec.hf_shape[0] for spec in layer.values()}
+    for name, spec in layer.items():
+        if spec.num_experts:
+            continue
+        stem, _, kind = spec.hf_name.rpartition(".")
+        prefix, suffix = stem[: -len(_suffix(stem))], _suffix(stem)
+        source, start, total = family.tensor_names.get(suffix, suffix), 0, rows[spec.hf_name]
+        for joined, parts in family.fused.items():
+            if suffix in parts:
+                sizes = [rows[f"{prefix}{part}.{kind}"] for part in parts]
+                at = parts.index(suffix)
+                source, start, total = joined, sum(sizes[:at]), sum(sizes)
+        yield Reading(
+            name=spec.hf_name,
+            source=f"{prefix}{source}.{kind}",
+            source_rows=total,
+            start=start,
+            num_rows=rows[spec.hf_name],
+            head_order=order if name in ROTATED else (),
+            offset=gain_offset if spec.role.value == "gain" else 0.0,
+        )
+
+
+def _suffix(stem: str) -> str:
+    """What follows `model.layers.<i>.`."""
+    return stem.split(".", 3)[3]
+
+
+def _model_readings(
+    config: ModelConfig, family: Family, specs: dict[str, Any], dtype: DTypeLike
+) -> Iterator[Reading]:
+    """Those of what stands once in a model."""
+    scale = config.embedding_scale
+    if family.scales_embedding:
+        scale = float(np.asarray(scale, np.dtype(dtype)))
+    vocab = config.vocab_size
+    yield Reading(
+        name=EMBED_NAME, source=EMBED_NAME, source_rows=vocab, start=0, num_rows=vocab, scale=scale
+    )
+    if config.tie_word_embeddings and not config.ties_table:
+        yield Reading(name=HEAD_NAME, source=EMBED_NAME, source_rows=vocab, start=0, num_rows=vocab)
+    norm: TensorSpec = specs["final_norm"]
+    yield Reading(
+        name=norm.hf_name, source=norm.hf_name, source_rows=norm.hf_shape[0], start=0,
+        num_rows=norm.hf_shape[0], offset=config.gain_offset, scale=config.logits_scale,
+    )  # fmt: skip
+
+
+def open_weights(
+    folder: Path, config: ModelConfig, dtype: DTypeLike, stack: contextlib.ExitStack
+) -> dict[str, StoredTensor]:
+    """Open a folder's files until `stack` closes, and list the tensors that the decoder reads.
+
+    Those of the checkpoint that it does not read are listed, too.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged or of another model, or quantised tensors are not stored as
+            the decoder reads them.
+    """
+    quantization, plan = read_quantization(folder), readings(config, dtype)
+    if plan and quantization is not None:
+        raise ValueError(
+            f"{folder} is quantised, and a quantised {config.family!r} is not supported: its "
+            f"checkpoint stores {next(iter(plan))!r} otherwise than it is read; give the model "
+            "before it was quantised"
+        )
+    tensors = expand_tensors(open_tensors(folder, stack), quantization)
+    if not plan:
+        return tensors
+    if HEAD_NAME in plan and HEAD_NAME in tensors:
+        raise ValueError(
+            f"config.json ties the embeddings, but {tensors[HEAD_NAME].file} holds a "
+            f"{HEAD_NAME!r}; remove the tensor"
+        )
+    sources = {reading.source for reading in plan.values()}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in sources}
+    return kept | {
+        name: _read(reading, tensors[reading.source])
+        for name, reading in plan.items()
+        if reading.source in tensors
+    }
+
+
+def _read(reading: Reading, tensor: StoredTensor) -> StoredTensor:
+    """The decoder's tensor."""
+    rows = reading.rows_of(tensor.rows, tensor.shape, f"{reading.source!r} in {tensor.file}")
+    return StoredTensor(
+        file=tensor.file,
+        rows=rows,
+        shape=(reading.num_rows, *tensor.shape[1:]),
+        dtype=tensor.dtype,
+    )
+
+
+def read_named(
+    readings: tuple[Reading, ...], array: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Make the decoder's tensors of one of a checkpoint that is in memory.
+
+    Args:
+        readings: Of that tensor, from `readings_by_source`.
+        array: The tensor.
+
+    Raises:
+        ValueError: If it has another number of rows than the configuration makes it.
+    """
+    whole = (slice(None),) * array.ndim
+    for reading in readings:
+        rows = reading.rows_of(array, array.shape, repr(reading.source))
+        yield reading.name, np.ascontiguousarray(rows[whole])
+
+
+@functools.cache
+def readings_by_source(config: ModelConfig, dtype: np.dtype) -> dict[str, tuple[Reading, ...]]:
+    """`readings`, by the name of the checkpoint's tensor that each is made of."""
+    found: dict[str, tuple[Reading, ...]] = {}
+    for reading in readings(config, dtype).values():
+        found[reading.source] = (*found.get(reading.source, ()), reading)
+    return found

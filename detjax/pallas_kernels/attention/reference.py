@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged cache in the bits of the Hopper kernels, on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.attention.sm90_arithmetic import BLOCK, score_scale
+from detjax.pallas_kernels.reference_library import call
+from detjax.pallas_kernels.rope.reference import rope_into_cache
+
+
+def attention(
+    q, pages, page_table, positions, layer: int,
+    *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """See `api.attention`.
+
+    Raises:
+        NotImplementedError: For another dtype than bfloat16, channels that are no multiple of 16,
+            another block than 128, or a soft cap.
+    """
+    if softcap is not None:
+        raise NotImplementedError(
+            f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
+            "portable"
+        )
+    channels = q.shape[3]
+    if q.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"attention of the reference backend is bfloat16, not {q.dtype} with {pages.dtype}; "
+            "use portable"
+        )
+    if channels % 16 or profile.attention_block != BLOCK:
+        raise NotImplementedError(
+            f"attention of the reference backend has a multiple of 16 {channels=} and "
+            f"{profile.attention_block=} of {BLOCK}; use portable"
+        )
+    layer_operand = jnp.asarray(layer, jnp.int32).reshape(1)
+    return call(
+        "attention", jax.ShapeDtypeStruct(q.shape, q.dtype),
+        q, pages, page_table, positions, layer_operand,
+        window=window or 0, blocks_per_split=profile.attention_split // BLOCK,
+        scale=np.float32(score_scale(channels)),
+    )  # fmt: skip
+
+
+def rope_attention(
+    qkv, cos, sin, gains, pages, page_table, positions, layer: int,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `api.rope_attention`."""
+    del prefetch
+    q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
+    q = q.reshape(*positions.shape, *q.shape[1:])
+    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    return out, pages

@@ -1,0 +1,648 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operations of a dense model in the bits of a Hopper GPU, as XLA custom calls on a CPU.
+//
+// Arrays are row-major. Shapes and dtypes have been checked by the callers in Python. Letters are
+// those of detjax/array_types.py.
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <limits>
+#include <memory>
+#include <mutex>
+
+#include "float32.h"
+#include "tensor_core.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace detjax {
+namespace {
+
+namespace ffi = xla::ffi;
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+template <class T>
+const T* data(const In& x) {
+  return static_cast<const T*>(x.untyped_data());
+}
+template <class T>
+T* data(Out& x) {
+  return static_cast<T*>(x->untyped_data());
+}
+int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
+
+// Round to nearest and keep subnormal numbers: XLA flushes them in its threads.
+struct ExactFloats {
+  fenv_t saved;
+  ExactFloats() {
+    fegetenv(&saved);
+    fesetenv(FE_DFL_ENV);
+  }
+  ~ExactFloats() { fesetenv(&saved); }
+};
+
+// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
+// depends on which thread runs a job.
+template <class Job>
+void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  auto state = std::make_shared<State>();
+  auto work = [state, count, &job] {  // `job` is read only while it is still there
+    ExactFloats exact;
+    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
+      job(i);
+      if (state->done.fetch_add(1) + 1 == count) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->all_done.notify_all();
+      }
+    }
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+  work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done.load() == count; });
+}
+
+// Pairs, pairs of pairs, ...; an odd one out waits for the next round.
+float pairwise(float* terms, int64_t count) {
+  while (count > 1) {
+    int64_t pairs = count / 2;
+    for (int64_t i = 0; i < pairs; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
+    if (count % 2) terms[pairs] = terms[count - 1];
+    count = pairs + count % 2;
+  }
+  return terms[0];
+}
+
+// ------------------------------------------------------------------------------------- products
+
+// out[m, n] = tree(sum of leaf l of x[m] w[n]), x [M, K], w [N, K], both bfloat16.
+ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) {
+  const int64_t m_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 0);
+  const int width = processor.lanes;
+  const int64_t num_leaves = k_len / leaf_len;
+  Rows rows;
+  rows.resize(m_len, k_len);
+  parallel(pool, m_len, [&](int64_t m) { rows.set(m, data<uint16_t>(x) + m * k_len); });
+  parallel(pool, (n_len + width - 1) / width, [&](int64_t tile) {
+    std::vector<float> leaves(num_leaves * m_len * width, 0.0f), terms(num_leaves);
+    int64_t n = tile * width;
+    int outputs = std::min<int64_t>(width, n_len - n);
+    Weights weights{data<uint16_t>(w) + n * k_len, k_len, outputs, true};
+    for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
+      int first = leaf * leaf_len;
+      processor.run({&rows, 0, int(m_len), weights, first, int(leaf_len), first,
+                     &leaves[leaf * m_len * width]});
+    }
+    for (int64_t m = 0; m < m_len; ++m)
+      for (int o = 0; o < outputs; ++o) {
+        for (int64_t leaf = 0; leaf < num_leaves; ++leaf)
+          terms[leaf] = leaves[(leaf * m_len + m) * width + o];
+        data<float>(out)[m * n_len + n + o] = pairwise(terms.data(), num_leaves);
+      }
+  });
+  return ffi::Error::Success();
+}
+
+// out = round(residual + (total + bias)); residual and bias may have no elements.
+ffi::Error join(ffi::ThreadPool pool, In total, In residual, In bias, Out out) {
+  const int64_t width = dim(total, 1);
+  const bool has_residual = residual.element_count(), has_bias = bias.element_count();
+  const bool is_bf16 = out->element_type() == ffi::DataType::BF16;
+  parallel(pool, dim(total, 0), [&](int64_t m) {
+    for (int64_t i = m * width; i < (m + 1) * width; ++i) {
+      float sum = data<float>(total)[i];
+      if (has_bias) sum = sum + widen(data<uint16_t>(bias)[i % width]);
+      if (has_residual) sum = widen(data<uint16_t>(residual)[i]) + sum;
+      if (is_bf16)
+        data<uint16_t>(out)[i] = round_bf16(sum);
+      else
+        data<float>(out)[i] = sum;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// out = ((l0 + l1) + (l2 + l3)) + ..., leaves along the first axis.
+ffi::Error add_leaves(ffi::ThreadPool pool, In leaves, Out out) {
+  const int64_t num_leaves = dim(leaves, 0), size = out->element_count(), piece = 4096;
+  parallel(pool, (size + piece - 1) / piece, [&](int64_t part) {
+    std::vector<float> terms(num_leaves);
+    for (int64_t i = part * piece; i < std::min(size, (part + 1) * piece); ++i) {
+      for (int64_t leaf = 0; leaf < num_leaves; ++leaf)
+        terms[leaf] = data<float>(leaves)[leaf * size + i];
+      data<float>(out)[i] = pairwise(terms.data(), num_leaves);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// ----------------------------------------------------------------------------------- elementwise
+
+// The sum of squares of a row, in the order of `rms_norm.sm90.row_sum`.
+float square_sum(const float* x, int64_t width, bool is_wide, int64_t vec_len, int64_t lanes,
+                 int64_t num_parts) {
+  std::vector<float> terms;
+  if (is_wide) {  // a thread's channels by fma; then threads, warps and chunks in pairs
+    for (int64_t i = 0; i < width; i += vec_len) {
+      float sum = x[i] * x[i];
+      for (int64_t v = 1; v < vec_len; ++v) sum = fma(x[i + v], x[i + v], sum);
+      terms.push_back(sum);
+    }
+    std::vector<float> warps;
+    for (size_t i = 0; i < terms.size(); i += 32) warps.push_back(pairwise(&terms[i], 32));
+    return pairwise(warps.data(), warps.size());
+  }
+  const int64_t part = width / num_parts, span = lanes * vec_len;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    float sum = 0;
+    for (int64_t v = 0; v < vec_len; ++v) {
+      float element = 0;
+      for (int64_t at = lane * vec_len + v, i = at; i < part; i += span) {
+        float square = x[i] * x[i];
+        if (num_parts == 2) square = fma(x[part + i], x[part + i], square);
+        element = i == at ? square : element + square;
+      }
+      sum = v ? sum + element : element;
+    }
+    terms.push_back(sum);
+  }
+  return pairwise(terms.data(), lanes);
+}
+
+// out[m, d] = round((x[m, d] * rsqrt(sum / D + eps)) * gain[d])
+ffi::Error rms_norm(ffi::ThreadPool pool, In x, In gain, Out out, float eps, bool is_wide,
+                    int64_t vec_len, int64_t lanes, int64_t num_parts) {
+  const int64_t width = dim(x, 1);
+  parallel(pool, dim(x, 0), [&](int64_t m) {
+    std::vector<float> row(width);
+    for (int64_t d = 0; d < width; ++d) row[d] = widen(data<uint16_t>(x)[m * width + d]);
+    float sum = square_sum(row.data(), width, is_wide, vec_len, lanes, num_parts);
+    float scale = rsqrt(sum / float(width) + eps);
+    for (int64_t d = 0; d < width; ++d)
+      data<uint16_t>(out)[m * width + d] =
+          round_bf16((row[d] * scale) * widen(data<uint16_t>(gain)[d]));
+  });
+  return ffi::Error::Success();
+}
+
+// Rotate the halves of heads [M, H, C]; two rounded products, one rounded difference or sum.
+ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
+  const int64_t heads = dim(x, 1), channels = dim(x, 2), half = channels / 2;
+  parallel(pool, dim(x, 0), [&](int64_t m) {
+    const float *c = data<float>(cos) + m * half, *s = data<float>(sin) + m * half;
+    for (int64_t h = m * heads; h < (m + 1) * heads; ++h) {
+      const uint16_t* in = data<uint16_t>(x) + h * channels;
+      uint16_t* to = data<uint16_t>(out) + h * channels;
+      for (int64_t i = 0; i < half; ++i) {
+        float first = widen(in[i]), second = widen(in[half + i]);
+        to[i] = round_bf16(first * c[i] - second * s[i]);
+        to[half + i] = round_bf16(second * c[i] + first * s[i]);
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// out[m, f] = round(g / (1 + exp(-g)) * u), gates and ups [M, 2 F].
+ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out) {
+  const int64_t width = dim(gate_up, 1) / 2;
+  const bool is_bf16 = out->element_type() == ffi::DataType::BF16;
+  parallel(pool, dim(gate_up, 0), [&](int64_t m) {
+    for (int64_t f = 0; f < width; ++f) {
+      int64_t at = m * 2 * width + f;
+      float g = is_bf16 ? widen(data<uint16_t>(gate_up)[at]) : data<float>(gate_up)[at];
+      at += width;
+      float u = is_bf16 ? widen(data<uint16_t>(gate_up)[at]) : data<float>(gate_up)[at];
+      float gated = div_full(g, exp(-g) + 1.0f) * u;
+      if (is_bf16)
+        data<uint16_t>(out)[m * width + f] = round_bf16(gated);
+      else
+        data<float>(out)[m * width + f] = gated;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// ------------------------------------------------------------------------------------- attention
+
+constexpr int kBlock = 128;          // keys of an online-softmax step, and of a page
+constexpr float kEmptyMax = -1e30f;  // the running maximum before any key
+constexpr int kRowsAtOnce = 64;
+
+struct Attention {
+  const uint16_t *q, *pages;
+  const int32_t *table, *positions;
+  uint16_t* out;
+  int64_t query_len, heads, channels, kv_heads, num_pages, table_len, layer;
+  int64_t window, blocks_per_split;  // a window of 0 sees all
+  float scale;
+
+  int64_t group() const { return heads / kv_heads; }
+  const uint16_t* page(int64_t sequence, int64_t block, int half, int64_t kv_head) const {
+    int64_t page = layer * num_pages + table[sequence * table_len + block];
+    return pages + ((page * 2 + half) * kv_heads + kv_head) * kBlock * channels;
+  }
+};
+
+// The sum of a block's weights, as four threads of a tensor core's tile hold them.
+float weight_sum(const float* w) {
+  float quad[4];
+  for (int q = 0; q < 4; ++q) {
+    float element[2];
+    for (int e = 0; e < 2; ++e) {
+      const float* own = w + 2 * q + e;
+      float even = own[0], odd = own[8];
+      for (int i = 2; i < 16; i += 2) even = even + own[8 * i], odd = odd + own[8 * i + 8];
+      element[e] = even + odd;
+    }
+    quad[q] = element[0] + element[1];
+  }
+  return (quad[0] + quad[1]) + (quad[2] + quad[3]);
+}
+
+// Running maximum, sum of weights and output of some rows.
+struct Softmax {
+  std::vector<float> maximum, sum, out;
+  explicit Softmax(int64_t rows, int64_t channels)
+      : maximum(rows, kEmptyMax), sum(rows, 0.0f), out(rows * channels, 0.0f) {}
+};
+
+// Some rows of one sequence and one key/value head; a row is a query of a head.
+struct AttentionRows {
+  const Attention& it;
+  int64_t sequence, kv_head, first_row, count;
+  std::vector<int64_t> position;
+  Rows queries, weights;
+  std::vector<float> scores, tile;
+  std::vector<uint16_t> rounded, values;
+  int64_t last = -1;
+
+  AttentionRows(const Attention& it, int64_t sequence, int64_t kv_head, int64_t first_row,
+                int64_t count)
+      : it(it), sequence(sequence), kv_head(kv_head), first_row(first_row), count(count) {
+    queries.resize(count, it.channels), weights.resize(count, kBlock);
+    scores.resize(count * kBlock), tile.resize(count * processor.lanes);
+    rounded.resize(kBlock), values.resize(kBlock * it.channels);
+    for (int64_t r = 0; r < count; ++r) {
+      position.push_back(it.positions[sequence * it.query_len + (first_row + r) / it.group()]);
+      last = std::max(last, position.back());
+      queries.set(r, it.q + offset(r));
+    }
+  }
+
+  int64_t offset(int64_t r) const {
+    int64_t row = first_row + r, token = sequence * it.query_len + row / it.group();
+    return (token * it.heads + kv_head * it.group() + row % it.group()) * it.channels;
+  }
+  int64_t earliest(int64_t r) const {
+    return it.window ? std::max<int64_t>(0, position[r] - it.window + 1) : 0;
+  }
+  bool sees(int64_t r, int64_t block) const {
+    return position[r] >= block * kBlock && earliest(r) < (block + 1) * kBlock;
+  }
+
+  void multiply_keys(int64_t block, int64_t first, int64_t rows) {
+    const int width = processor.lanes;
+    const uint16_t* keys = it.page(sequence, block, 0, kv_head);
+    for (int64_t key = 0; key < std::min<int64_t>(kBlock, last + 1 - block * kBlock); key += width) {
+      std::fill(tile.begin(), tile.end(), 0.0f);
+      Weights w{keys + key * it.channels, it.channels, width, true};
+      processor.run({&queries, int(first), int(rows), w, 0, int(it.channels), 0, tile.data()});
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&scores[(first + r) * kBlock + key], &tile[r * width], 4 * width);
+    }
+  }
+
+  // Weights of a row's keys in a block; its running maximum and sum, and its output's decay.
+  void weigh(int64_t r, int64_t block, Softmax& state) {
+    float* s = &scores[r * kBlock];
+    float largest = -kInfinity;
+    for (int j = 0; j < kBlock; ++j) {
+      int64_t key = block * kBlock + j;
+      if (key > position[r] || key < earliest(r)) s[j] = -kInfinity;
+      largest = max_nan(largest, s[j]);
+    }
+    float before = state.maximum[r], now = max_nan(before, largest * it.scale);
+    float decay = ex2(before - now);
+    for (int j = 0; j < kBlock; ++j) {
+      s[j] = s[j] == -kInfinity ? 0.0f : ex2(fma(s[j], it.scale, -now));
+      rounded[j] = round_bf16(s[j]);
+    }
+    weights.set(r, rounded.data());
+    state.maximum[r] = now;
+    state.sum[r] = fma(state.sum[r], decay, weight_sum(s));
+    for (int64_t c = 0; c < it.channels; ++c) state.out[r * it.channels + c] *= decay;
+  }
+
+  void multiply_values(int64_t block, int64_t first, int64_t rows, Softmax& state) {
+    const int width = processor.lanes;
+    const uint16_t* page = it.page(sequence, block, 1, kv_head);
+    int64_t keys = std::min<int64_t>(kBlock, last + 1 - block * kBlock);
+    int64_t count = (keys + kStep - 1) / kStep * kStep;
+    if (count != keys) {  // what no row sees may be the content of a freed page
+      std::fill(values.begin(), values.end(), 0);
+      std::memcpy(values.data(), page, 2 * keys * it.channels);
+      page = values.data();
+    }
+    for (int64_t c = 0; c < it.channels; c += width) {
+      int here = std::min<int64_t>(width, it.channels - c);
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&tile[r * width], &state.out[(first + r) * it.channels + c], 4 * here);
+      Weights w{page + c, it.channels, here, false};
+      processor.run({&weights, int(first), int(rows), w, 0, int(count), 0, tile.data()});
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&state.out[(first + r) * it.channels + c], &tile[r * width], 4 * here);
+    }
+  }
+
+  void add_block(int64_t block, Softmax& state) {
+    int64_t first = 0, end = count;
+    while (first < end && !sees(first, block)) ++first;
+    while (end > first && !sees(end - 1, block)) --end;
+    if (first == end) return;
+    multiply_keys(block, first, end - first);
+    for (int64_t r = first; r < end; ++r) {
+      if (sees(r, block)) {
+        weigh(r, block, state);
+      } else {
+        std::fill(rounded.begin(), rounded.end(), 0);
+        weights.set(r, rounded.data());
+      }
+    }
+    multiply_values(block, first, end - first, state);
+  }
+
+  // Fold a split into the state.
+  void merge(const Softmax& split, Softmax& state) {
+    for (int64_t r = 0; r < count; ++r) {
+      if (split.sum[r] == 0.0f) continue;
+      float now = max_nan(state.maximum[r], split.maximum[r]);
+      float a = ex2(state.maximum[r] - now), b = ex2(split.maximum[r] - now);
+      state.sum[r] = fma(state.sum[r], a, split.sum[r] * b);
+      for (int64_t i = r * it.channels; i < (r + 1) * it.channels; ++i)
+        state.out[i] = fma(state.out[i], a, split.out[i] * b);
+      state.maximum[r] = now;
+    }
+  }
+
+  void run() {
+    Softmax state(count, it.channels);
+    int64_t from = std::numeric_limits<int64_t>::max();
+    for (int64_t r = 0; r < count; ++r)
+      if (position[r] >= 0) from = std::min(from, earliest(r));
+    const int64_t split_len = it.blocks_per_split * kBlock;
+    for (int64_t s = from / split_len; last >= 0 && s <= last / split_len; ++s) {
+      Softmax split(count, it.channels);
+      for (int64_t i = 0; i < it.blocks_per_split; ++i) {
+        int64_t block = s * it.blocks_per_split + i;
+        if (block <= last / kBlock) add_block(block, split);
+      }
+      merge(split, state);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      float inverse = 1.0f / state.sum[r];
+      for (int64_t c = 0; c < it.channels; ++c) {
+        float out = state.out[r * it.channels + c] * inverse;
+        bool is_zero = position[r] < 0 || out == 0.0f;
+        it.out[offset(r) + c] = is_zero ? 0 : round_bf16(out);
+      }
+    }
+  }
+};
+
+// q [B, T, H, C], pages [L, N, 2, K, P, C], table [B, n], positions [B, T], layer [1].
+ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer, Out out,
+                     int64_t window, int64_t blocks_per_split, float scale) {
+  Attention it{data<uint16_t>(q), data<uint16_t>(pages), data<int32_t>(table),
+               data<int32_t>(positions), data<uint16_t>(out), dim(q, 1), dim(q, 2), dim(q, 3),
+               dim(pages, 3), dim(pages, 1), dim(table, 1), data<int32_t>(layer)[0], window,
+               blocks_per_split, scale};
+  const int64_t rows = it.query_len * it.group();
+  const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  parallel(pool, dim(q, 0) * it.kv_heads * parts, [&](int64_t job) {
+    int64_t first = job % parts * kRowsAtOnce, pair = job / parts;
+    AttentionRows(it, pair / it.kv_heads, pair % it.kv_heads, first,
+                  std::min<int64_t>(kRowsAtOnce, rows - first))
+        .run();
+  });
+  return ffi::Error::Success();
+}
+
+// ------------------------------------------------------------------------- log-softmax and choice
+
+// A block of 128: a lane's four left to right, then 32 lanes in pairs.
+float block_sum(const float* x) {
+  float lanes[32];
+  for (int i = 0; i < 32; ++i) lanes[i] = ((x[4 * i] + x[4 * i + 1]) + x[4 * i + 2]) + x[4 * i + 3];
+  return pairwise(lanes, 32);
+}
+
+ffi::Error block_stats(ffi::ThreadPool pool, In logits, Out maxima, Out sums) {
+  const int64_t blocks = dim(logits, 1) / kBlock;
+  parallel(pool, dim(logits, 0), [&](int64_t m) {
+    for (int64_t b = m * blocks; b < (m + 1) * blocks; ++b) {
+      const float* x = data<float>(logits) + b * kBlock;
+      float largest = -kInfinity, weights[kBlock];
+      for (int i = 0; i < kBlock; ++i) largest = max_nan(largest, x[i]);
+      bool is_empty = largest == -kInfinity;
+      for (int i = 0; i < kBlock; ++i) weights[i] = exp(x[i] - (is_empty ? 0.0f : largest));
+      data<float>(maxima)[b] = largest;
+      data<float>(sums)[b] = is_empty ? 0.0f : block_sum(weights);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error log_sum_exp(ffi::ThreadPool pool, In maxima, In sums, Out out) {
+  const int64_t blocks = dim(maxima, 1);
+  int64_t size = 128;
+  while (size < blocks) size *= 2;
+  parallel(pool, dim(maxima, 0), [&](int64_t m) {
+    const float *tops = data<float>(maxima) + m * blocks, *s = data<float>(sums) + m * blocks;
+    std::vector<float> terms(size, 0.0f);
+    float top = -kInfinity;
+    for (int64_t b = 0; b < blocks; ++b) top = max_nan(top, tops[b]);
+    for (int64_t b = 0; b < blocks; ++b) terms[b] = s[b] * exp(tops[b] - top);
+    data<float>(out)[m] = top + log(pairwise(terms.data(), size));
+  });
+  return ffi::Error::Success();
+}
+
+// out[m, x] = logits[m, x] - lse[m]
+ffi::Error log_probs(In logits, In lse, Out out) {
+  ExactFloats exact;
+  const int64_t width = dim(logits, 1), size = logits.element_count();
+  for (int64_t i = 0; i < size; ++i)
+    data<float>(out)[i] = data<float>(logits)[i] - data<float>(lse)[i / width];
+  return ffi::Error::Success();
+}
+
+uint32_t threefry(uint32_t k0, uint32_t k1, uint32_t counter) {
+  const int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[3] = {k0, k1, k0 ^ k1 ^ 0x1bd11bdau};
+  uint32_t x0 = counter + keys[0], x1 = keys[1];
+  for (int group = 0; group < 5; ++group) {
+    for (int r : rotations[group % 2]) {
+      x0 += x1;
+      x1 = ((x1 << r) | (x1 >> (32 - r))) ^ x0;
+    }
+    x0 += keys[(group + 1) % 3];
+    x1 += keys[(group + 2) % 3] + uint32_t(group + 1);
+  }
+  return x0;
+}
+
+float noise_of(uint32_t bits) {
+  float u = (float(bits) + 0.5f) * 0x1p-32f;
+  u = u < 0x1.fffffep-1f ? u : 0x1.fffffep-1f;
+  return -log(-log1p(-u));
+}
+
+ffi::Error gumbel_scores(ffi::ThreadPool pool, In logits, In temperature, In key0, In key1, In first,
+                         Out out) {
+  const int64_t width = dim(logits, 1);
+  parallel(pool, dim(logits, 0), [&](int64_t m) {
+    float t = data<float>(temperature)[m];
+    uint32_t k0 = data<uint32_t>(key0)[m], k1 = data<uint32_t>(key1)[m];
+    for (int64_t v = 0; v < width; ++v) {
+      float x = data<float>(logits)[m * width + v];
+      uint32_t id = uint32_t(data<int32_t>(first)[0]) + uint32_t(v);
+      data<float>(out)[m * width + v] = t == 0.0f ? x : x / t + noise_of(threefry(k0, k1, id));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// The first maximum of each row; a NaN is never the best.
+ffi::Error first_maximum(ffi::ThreadPool pool, In scores, In first, Out best, Out token) {
+  const int64_t width = dim(scores, 1);
+  parallel(pool, dim(scores, 0), [&](int64_t m) {
+    float largest = -kInfinity;
+    int32_t id = std::numeric_limits<int32_t>::max();
+    for (int64_t v = 0; v < width; ++v) {
+      float x = data<float>(scores)[m * width + v];
+      int32_t own = data<int32_t>(first)[0] + int32_t(v);
+      if (x > largest || (x == largest && own < id)) largest = x, id = own;
+    }
+    data<float>(best)[m] = largest;
+    data<int32_t>(token)[m] = id;
+  });
+  return ffi::Error::Success();
+}
+
+// Sums of what stands before each rank in its block, lanes of four by a butterfly.
+void scan_block(const float* x, float* before) {
+  float total[32], lane_before[32] = {}, partial[32][4];
+  for (int lane = 0; lane < 32; ++lane) {
+    float sum = 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      partial[lane][i] = sum;
+      sum = i ? sum + x[4 * lane + i] : x[4 * lane];
+    }
+    total[lane] = sum;
+  }
+  for (int distance = 1; distance < 32; distance *= 2) {
+    float other[32];
+    for (int lane = 0; lane < 32; ++lane) other[lane] = total[lane ^ distance];
+    for (int lane = 0; lane < 32; ++lane) {
+      if (lane & distance) lane_before[lane] = other[lane] + lane_before[lane];
+      total[lane] = total[lane] + other[lane];
+    }
+  }
+  for (int i = 0; i < kBlock; ++i) before[i] = lane_before[i / 4] + partial[i / 4][i % 4];
+}
+
+ffi::Error nucleus_sums(ffi::ThreadPool pool, In ranked, In temperature, In top_k, In top_p,
+                        Out weight, Out before, Out limit) {
+  const int64_t width = dim(ranked, 1);
+  parallel(pool, dim(ranked, 0), [&](int64_t m) {
+    const float* x = data<float>(ranked) + m * width;
+    float t = data<float>(temperature)[m];
+    t = t == 0.0f ? 1.0f : t;
+    float start = 0.0f, counted[kBlock], scanned[kBlock];
+    for (int64_t b = 0; b < width; b += kBlock) {
+      for (int i = 0; i < kBlock; ++i) {
+        float w = exp((x[b + i] - x[0]) / t);
+        data<float>(weight)[m * width + b + i] = w;
+        counted[i] = b + i < data<int32_t>(top_k)[m] ? w : 0.0f;
+      }
+      scan_block(counted, scanned);
+      for (int i = 0; i < kBlock; ++i)
+        data<float>(before)[m * width + b + i] = start + scanned[i];
+      start = start + block_sum(counted);
+    }
+    data<float>(limit)[m] = data<float>(top_p)[m] * start;
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error adjust_logits(ffi::ThreadPool pool, In logits, In bias, In uses, In above, In below,
+                         In per_use, In once, Out out) {
+  const int64_t width = dim(logits, 1);
+  parallel(pool, dim(logits, 0), [&](int64_t m) {
+    for (int64_t i = m * width; i < (m + 1) * width; ++i) {
+      float x = data<float>(logits)[i], added = data<float>(bias)[i];
+      int32_t used = data<int32_t>(uses)[i];
+      if (added != 0.0f) x = x + added;
+      if (used > 0) x = x * (x > 0.0f ? data<float>(above)[m] : data<float>(below)[m]);
+      if (used > 1) x = (x - data<float>(per_use)[m] * float(used - 1)) - data<float>(once)[m];
+      data<float>(out)[i] = x;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#define DETJAX_POOL ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+#define DETJAX_EXPORT(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, name, binding)
+
+DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<int64_t>("leaf_len"));
+DETJAX_EXPORT(join, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(add_leaves, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("eps")
+              .Attr<bool>("is_wide").Attr<int64_t>("vec_len").Attr<int64_t>("lanes")
+              .Attr<int64_t>("num_parts"));
+DETJAX_EXPORT(rope, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")
+              .Attr<float>("scale"));
+DETJAX_EXPORT(block_stats, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(log_sum_exp, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(log_probs, ffi::Ffi::Bind().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(gumbel_scores, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(first_maximum, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
+              .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(nucleus_sums, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(adjust_logits, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Arg<In>().Ret<ffi::AnyBuffer>());
+
+}  // namespace detjax
+
+extern "C" {
+
+// Tables of float32 bits: [2^23], [2^23] and [2^24] entries, which the caller keeps.
+void detjax_set_tables(const uint32_t* ex2, const uint32_t* rcp, const uint32_t* rsqrt) {
+  detjax::tables = {ex2, rcp, rsqrt};
+}
+
+// Use vectors of at most so many float32, for tests; returns how many are used.
+int detjax_choose_lanes(int most) {
+  detjax::processor = detjax::processor_of(most);
+  return detjax::processor.lanes;
+}
+
+// One step of one output by the definition, for tests.
+float detjax_exact_step(float accumulator, const float* x, const float* w) {
+  return detjax::exact_step(accumulator, x, w, 1);
+}
+}

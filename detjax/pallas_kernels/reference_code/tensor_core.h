@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// What wgmma of bfloat16 adds, to the bit: 16 products a step on a float32 accumulator.
+//
+// A step aligns the products and the accumulator to the largest exponent, cuts each at 25 fraction
+// bits, adds exactly, and rounds the sum toward zero to float32. `exact_step` is that definition on
+// integers. `add_steps` computes it for many outputs at once, by float operations that lose nothing,
+// and says where its operands are outside of the range in which that is true.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "float32.h"
+
+namespace detjax {
+
+constexpr int kStep = 16;           // products of a step
+constexpr int kFraction = 25;       // fraction bits that are kept below the largest exponent
+constexpr int kChunk = 256;         // of K, whose weights are unpacked at once
+constexpr uint32_t kExponent = 0x7f800000u;
+constexpr uint16_t kLargeBf16 = (127 + 24) << 7;  // 2^24, from which on add_steps takes no operand
+
+struct Term {
+  int64_t significand;  // with its sign; the value is significand * 2^(exponent - point)
+  int exponent;
+};
+
+DETJAX_INLINE Term term_of(float x, int fraction_bits) {
+  uint32_t u = bits_of(x);
+  int e = (u >> 23) & 255;
+  int64_t s = (u & 0x7fffffu) | (e ? 0x800000u : 0u);
+  s >>= 23 - fraction_bits;
+  return {u >> 31 ? -s : s, e ? e - 127 : -126};
+}
+
+// One step of one output; `stride` is between neighbouring k of w.
+inline float exact_step(float accumulator, const float* x, const float* w, int stride) {
+  Term terms[kStep + 1];
+  int top = INT32_MIN;
+  float special = 0.0f;  // infinities add up to one, or to NaN
+  bool is_special = false;
+  for (int t = 0; t <= kStep; ++t) {
+    int point;
+    if (t < kStep) {
+      float a = x[t], b = w[t * stride];
+      if (!std::isfinite(a) || !std::isfinite(b)) is_special = true, special += a * b;
+      Term s = term_of(a, 7), r = term_of(b, 7);
+      terms[t] = {s.significand * r.significand, s.exponent + r.exponent};
+      point = 14;
+    } else {
+      if (!std::isfinite(accumulator)) is_special = true, special += accumulator;
+      terms[t] = term_of(accumulator, 23);
+      point = 23;
+    }
+    if (terms[t].significand) top = std::max(top, terms[t].exponent);
+    terms[t].significand *= int64_t(1) << (kFraction - point);
+  }
+  if (is_special) return special != special ? float_of(0x7fffffffu) : special;
+  int64_t sum = 0;
+  for (const Term& term : terms) {
+    int64_t size = term.significand < 0 ? -term.significand : term.significand;
+    if (!size) continue;
+    size = top - term.exponent < 62 ? size >> (top - term.exponent) : 0;
+    sum += term.significand < 0 ? -size : size;
+  }
+  if (!sum) return 0.0f;
+  uint64_t size = sum < 0 ? -sum : sum;
+  int unit = top - kFraction;                          // size * 2^unit is the sum
+  int leading = unit + 63 - __builtin_clzll(size);     // exponent of the leading bit
+  int last = std::max(leading - 23, -149);
+  size = last >= unit ? size >> (last - unit) : size << (unit - last);
+  float result = leading > 127 ? kInfinity : float(std::ldexp(double(size), last));
+  return sum < 0 ? -result : result;
+}
+
+// Rows of activations as the steps read them.
+struct Rows {
+  int count = 0, k_len = 0;
+  std::vector<float> values;        // [M, K]
+  std::vector<int32_t> exponents;   // [M, K]: bits of the exponent, less that of 1.0
+  std::vector<uint8_t> steps_zero;  // [M, K / 16]: nothing is added
+  std::vector<uint8_t> is_large;    // [M]
+
+  void resize(int rows, int width) {
+    count = rows, k_len = width;
+    values.resize(size_t(rows) * width), exponents.resize(size_t(rows) * width);
+    steps_zero.resize(size_t(rows) * (width / kStep)), is_large.resize(rows);
+  }
+
+  void set(int row, const uint16_t* bf16) {
+    float* v = &values[size_t(row) * k_len];
+    int32_t* e = &exponents[size_t(row) * k_len];
+    uint16_t largest = 0;
+    for (int k = 0; k < k_len; ++k) {
+      uint32_t u = uint32_t(bf16[k]) << 16;
+      largest = std::max(largest, uint16_t(bf16[k] & 0x7fff));
+      v[k] = float_of(u);
+      e[k] = int32_t(u & kExponent) - (127 << 23);
+    }
+    is_large[row] = largest >= kLargeBf16;
+    for (int s = 0; s < k_len / kStep; ++s) {
+      uint16_t any = 0;
+      for (int t = 0; t < kStep; ++t) any |= bf16[s * kStep + t] & 0x7fff;
+      steps_zero[size_t(row) * (k_len / kStep) + s] = !any;
+    }
+  }
+};
+
+// Where weights of W outputs lie: outputs by rows of K (a layer's), or K by rows of outputs (values).
+struct Weights {
+  const uint16_t* data;
+  ptrdiff_t stride;  // between rows
+  int outputs;       // that there are, of W
+  bool outputs_in_rows;
+};
+
+// Products of all rows with W outputs, over `count` of K from `first`, added to `accumulators`.
+struct Tile {
+  const Rows* rows;
+  int first_row, num_rows;
+  Weights weights;
+  int first, count;     // of K, in the weights
+  int first_of_rows;    // of K, in the rows
+  float* accumulators;  // [num_rows, W]
+};
+
+}  // namespace detjax
+
+// The same code for each width of vectors. Target options are in force around it, and not an
+// attribute of its functions, because GCC lowers comparisons of vectors before it inlines.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+#endif
+#define DETJAX_LANES 16
+#include "lanes.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define DETJAX_LANES 8
+#include "lanes.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+#define DETJAX_LANES 4
+#include "lanes.h"
+
+namespace detjax {
+
+// The widest vectors of this processor.
+struct Processor {
+  int lanes;
+  void (*run)(const Tile&);
+};
+
+inline Processor processor_of(int most_lanes) {
+#if defined(__x86_64__)
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (most_lanes >= 16 && has_avx512 && has_avx2) return {16, lanes16::run_tile};
+  if (most_lanes >= 8 && has_avx2) return {8, lanes8::run_tile};
+#endif
+  return {4, lanes4::run_tile};
+}
+
+inline Processor processor = processor_of(16);
+
+}  // namespace detjax

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ of the reference kernels: compiled once on this machine, and called from XLA."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.interpreters import mlir
+
+from detjax.compilation.kept_trust import make_private
+from detjax.compilation.source import cpu_arch, default_cache_dir
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.reference_tables import special_function_tables
+
+SOURCES = Path(__file__).parent / "reference_code"
+OPERATIONS = (
+    "add_leaves", "adjust_logits", "attention", "block_stats", "first_maximum", "gumbel_scores",
+    "join", "log_probs", "log_sum_exp", "nucleus_sums", "product", "rms_norm", "rope", "swiglu",
+)  # fmt: skip
+PREFIX = "detjax_"
+"""Of the operations' names in JAX, XLA and the library."""
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psabi")
+"""Nothing is fused that is not written so, and no result depends on the instruction sets."""
+OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
+"""Let `fma` be one instruction. The library runs on the machine that compiles it alone."""
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def find_compiler() -> str:
+    """Return the path of the C++ compiler: that of CXX, or the system's.
+
+    Raises:
+        FileNotFoundError: If there is none, naming what was looked for.
+    """
+    named = os.environ.get("CXX")
+    for name in [named] if named else COMPILERS:
+        if path := shutil.which(name):
+            return path
+    looked_for = f"CXX={named}" if named else ", ".join(COMPILERS)
+    raise FileNotFoundError(
+        f"the reference backend is compiled on the machine that runs it, and no C++ compiler is "
+        f"in PATH (looked for {looked_for}); install g++ 12 or clang 16, or name one with CXX"
+    )
+
+
+def _output_of(command: Sequence[str]) -> str:
+    """Run a compiler.
+
+    Raises:
+        RuntimeError: If it fails, with the end of what it wrote.
+    """
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(
+            f"{command[0]} could not compile the reference kernels: {run.stderr[-2000:]}"
+        )
+    return run.stdout
+
+
+def _compiled() -> Path:
+    """Return the library of these sources, which is compiled if the cache does not have it."""
+    compiler = find_compiler()
+    files = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
+    parts = [path.read_bytes() for path in files]
+    flags = (*FLAGS, *OF_PROCESSOR.get(platform.machine(), ()))
+    parts += [part.encode() for part in (*flags, jax.lib.__version__, cpu_arch())]
+    parts.append(_output_of([compiler, "--version"]).encode())
+    key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
+    folder = Path(default_cache_dir()) / "reference"
+    make_private(folder)
+    path = folder / f"{key}.so"
+    if not path.exists():
+        handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        headers = ["-isystem", jax.ffi.include_dir()]
+        source = str(SOURCES / "operations.cc")
+        _output_of([compiler, *flags, *headers, source, "-o", unfinished])
+        os.replace(unfinished, path)
+    return path
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile if need be, load, and make the operations known to XLA.
+
+    Raises:
+        FileNotFoundError: If there is no C++ compiler.
+        RuntimeError: If it fails.
+        OSError: If the cache cannot be used.
+    """
+    loaded = ctypes.CDLL(str(_compiled()))
+    # The library keeps the addresses: the arrays live as long as the process.
+    loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
+    for name in OPERATIONS:
+        handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
+        jax.ffi.register_ffi_target(f"detjax_{name}", handler, platform=Backend.REFERENCE.platform)
+    return loaded
+
+
+@functools.cache
+def _tables() -> tuple[np.ndarray, ...]:
+    return special_function_tables()
+
+
+@functools.cache
+def _primitive(name: str) -> core.Primitive:
+    """Make one of `OPERATIONS` known to JAX.
+
+    The library is loaded when it is lowered. A model can be traced without it, as is done to learn
+    what the backend refuses.
+    """
+    primitive = core.Primitive(f"{PREFIX}{name}")
+    primitive.multiple_results = True
+
+    def lower(ctx, *operands, out, **attributes):
+        library()
+        return jax.ffi.ffi_lowering(primitive.name)(ctx, *operands, **attributes)
+
+    def shapes(*operands, out, **attributes):
+        return [ShapedArray(shape, dtype) for shape, dtype in out]
+
+    @functools.cache
+    def compiled(**options):
+        return jax.jit(functools.partial(primitive.bind, **options))
+
+    primitive.def_abstract_eval(shapes)
+    primitive.def_impl(lambda *operands, **options: compiled(**options)(*operands))
+    mlir.register_lowering(primitive, lower, platform=Backend.REFERENCE.platform)
+    return primitive
+
+
+def call(name: str, out, *operands, **attributes):
+    """Call one of `OPERATIONS`; `out` has the shape and the dtype of the result, or of each."""
+    shapes = [out] if isinstance(out, jax.ShapeDtypeStruct) else out
+    described = tuple((shape.shape, shape.dtype) for shape in shapes)
+    results = _primitive(name).bind(*operands, out=described, **attributes)
+    return results[0] if isinstance(out, jax.ShapeDtypeStruct) else results

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm in the bits of the Hopper kernel, on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from detjax.pallas_kernels.reference_library import call
+from detjax.pallas_kernels.rms_norm.sm90 import row_sum
+
+
+def rms_norm(x, gain, *, eps: float) -> jax.Array:
+    """See `api.rms_norm`.
+
+    Raises:
+        NotImplementedError: If rows or gain are not bfloat16.
+        ValueError: If `sm90.row_sum` defines no sum for D.
+    """
+    if x.dtype != jnp.bfloat16 or gain.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"the reference backend takes bfloat16, not {x.dtype} with {gain.dtype}; use portable"
+        )
+    form = row_sum(x.shape[1])
+    return call(
+        "rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), x, gain,
+        eps=np.float32(eps), is_wide=form.is_wide, vec_len=form.vec_len, lanes=form.lanes,
+        num_parts=form.num_parts,
+    )  # fmt: skip
+
+
+def join(total, residual, bias, dtype: jnp.dtype) -> jax.Array:
+    """`round(residual + (total + bias))` in `dtype`; residual and bias may be None."""
+    none = jnp.zeros((0,), jnp.bfloat16)
+    operands = (none if x is None else x for x in (residual, bias))
+    return call("join", jax.ShapeDtypeStruct(total.shape, dtype), total, *operands)
+
+
+def add_rms_norm(partial, residual, bias, gain, *, eps: float) -> tuple[jax.Array, jax.Array]:
+    """See `api.add_rms_norm`."""
+    total = join(partial, residual, bias, residual.dtype)
+    return total, rms_norm(total, gain, eps=eps)
+
+
+def combine_add_rms_norm(
+    leaf_sums, residual, bias, gain, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_add_rms_norm`."""
+    out = jax.ShapeDtypeStruct(leaf_sums.shape[1:], leaf_sums.dtype)
+    partial = call("add_leaves", out, leaf_sums)
+    return add_rms_norm(partial, residual, bias, gain, eps=eps)

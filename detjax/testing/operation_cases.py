@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations on small drawn inputs, to compare the bits of two backends.
+
+The inputs come from seeds alone, so that two machines need exchange results only. Shapes are such
+as every backend takes: channels of 64 and 128, widths of several forms of the row sum.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.attention.api import attention, rope_attention
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear import api as linear
+from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
+from detjax.pallas_kernels.rope.api import rope, rope_into_cache
+from detjax.pallas_kernels.sampling import api as sampling
+from detjax.pallas_kernels.swiglu.api import swiglu
+
+BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
+PROFILE = NumericsProfile()
+EPS = 1e-5
+Run = Callable[[Backend], tuple]
+
+PRODUCT_KINDS = (
+    "normal", "wide", "subnormal", "tiny", "huge", "overflow", "cancelling", "zeros", "special"
+)  # fmt: skip
+"""Magnitudes of the operands of a product."""
+
+
+def draw_operands(kind: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw bfloat16 operands [M, K] and [N, K] of one of `PRODUCT_KINDS`."""
+    rng = np.random.default_rng([*kind.encode(), m, k, n])
+    x, w = rng.standard_normal((m, k)), rng.standard_normal((n, k)) * 0.02
+    if kind in ("wide", "special"):
+        x, w = (a * 2.0 ** rng.integers(-20, 20, a.shape) for a in (x, w))
+    if kind == "subnormal":
+        x, w = x * 2.0**-130, w * 50
+    if kind == "tiny":
+        x, w = x * 2.0**-70, w * 50 * 2.0**-60
+    if kind == "huge":
+        x, w = x * 2.0**60, w * 50 * 2.0**62
+    if kind == "overflow":
+        x, w = (
+            x * 2.0 ** rng.integers(60, 66, x.shape),
+            w * 50 * 2.0 ** rng.integers(58, 64, w.shape),
+        )
+    if kind == "cancelling":  # pairs whose products cancel, also above the largest float32
+        x, w = x * 2.0**100, w * 2.0 ** rng.integers(-100, 100, (1, k // 2)).repeat(2, axis=1)
+        x[:, 1::2], w[:, 1::2] = -x[:, ::2], w[:, ::2]
+        x[:, ::16] *= 1 + 2.0**-6  # of each step one pair leaves a rest
+    if kind == "zeros":
+        x, w = rng.integers(-1, 2, x.shape) * 2.0**-90, rng.integers(-1, 2, w.shape) * 2.0**-55
+        x, w = x * rng.choice([1, -1], x.shape), w * rng.choice([1, -1], w.shape)
+    if kind == "special":
+        for a in (x, w):
+            a[rng.random(a.shape) < 0.002] = np.inf
+            a[rng.random(a.shape) < 0.002] = -np.inf
+            a[rng.random(a.shape) < 0.001] = np.nan
+            a[rng.random(a.shape) < 0.2] = 0
+    return x.astype(BF16), w.astype(BF16)
+
+
+def _product_cases() -> Iterator[tuple[str, Run]]:
+    shapes = [(kind, 64, 256, 64) for kind in PRODUCT_KINDS]
+    shapes += [(kind, 64, 1024, 256) for kind in PRODUCT_KINDS[:-1]]  # 2**20 steps each
+    shapes += [("normal", 3, 64, 128), ("normal", 200, 576, 192), ("wide", 16, 4096, 64)]
+    for kind, m, k, n in shapes:
+        x, w = map(jnp.asarray, draw_operands(kind, m, k, n))
+        run = lambda on, x=x, w=w: (linear.linear(x, w, out_dtype=F32, backend=on),)  # noqa: E731
+        yield f"product {kind} {m}x{k}x{n}", run
+
+
+def _layer_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Products with what surrounds them, few rows and many."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for m, d, f in ((3, 256, 768), (40, 256, 768), (2, 1024, 2816), (24, 640, 1536)):
+        x, gain, residual = bf16(m, d), bf16(d), bf16(m, d, scale=4.0)
+        w, gate_up = bf16(f, d, scale=d**-0.5), bf16(2 * f, d, scale=2 * d**-0.5)
+        down, h, bias = bf16(d, f, scale=f**-0.5), bf16(m, f), bf16(f)
+        reduction = tree_reduction(f, PROFILE)
+
+        def run(on, x=x, gain=gain, residual=residual, w=w, gate_up=gate_up, down=down, h=h,
+                bias=bias, reduction=reduction):  # fmt: skip
+            options = {"eps": EPS, "backend": on}
+            total, out = linear.linear_add_rms_norm(
+                h, down, residual, None, gain, reduction=reduction, **options
+            )
+            return (
+                linear.norm_linear(x, gain, w, bias, out_dtype=jnp.dtype(BF16), **options),
+                linear.linear_swiglu(x, gate_up, backend=on),
+                linear.norm_linear_swiglu(residual, gain, gate_up, **options),
+                linear.linear_partial(h, down, reduction=reduction, backend=on),
+                linear.linear_add(h, down, residual, gain, reduction=reduction, backend=on),
+                total,
+                out,
+            )
+
+        yield f"layer {m}x{d}x{f}", run
+
+
+def _row_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for width in (64, 96, 128, 192, 256, 320, 384, 512, 576, 896, 1024, 2048, 3072, 4096, 5120):
+        x, gain = bf16(37, width, scale=3.0), bf16(width)
+        run = lambda on, x=x, gain=gain: (rms_norm(x, gain, eps=EPS, backend=on),)  # noqa: E731
+        yield f"rms_norm {width}", run
+    leaves = jnp.asarray(rng.standard_normal((8, 9, 512)).astype(np.float32))
+    residual, gain, bias = bf16(9, 512), bf16(512), bf16(512)
+    yield (
+        "combine_add_rms_norm",
+        lambda on: combine_add_rms_norm(leaves, residual, bias, gain, eps=EPS, backend=on),
+    )
+    patterns = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+    finite = jnp.asarray(np.where(np.isfinite(patterns.astype(np.float32)), patterns, BF16(1)))
+    up = bf16(1 << 16)
+    for name, dtype in (("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
+        gate_up = jnp.concatenate([finite, up])[None].astype(dtype)
+        yield f"swiglu {name}", lambda on, x=gate_up: (swiglu(x, backend=on),)
+
+
+def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for channels, heads, kv_heads, window in (
+        (64, 8, 2, None), (128, 4, 2, None), (64, 4, 1, 100), (96, 4, 2, None),
+    ):  # fmt: skip
+        pages = bf16(2, 12, 2, kv_heads, 128, channels)
+        table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
+        gains = (bf16(channels), bf16(channels))
+        shape = {"window": window, "profile": PROFILE, "layer": 1}
+        for query_len, starts in ((1, (700, 64)), (70, (600, 0)), (140, (0, 450))):
+            positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
+            positions[1, 65:70] = -1
+            positions = jnp.asarray(positions, jnp.int32)
+            angles = rng.uniform(0, 6, (2 * query_len, channels // 2))
+            cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+            q = bf16(2, query_len, heads, channels, scale=2.0)
+            qkv = bf16(2 * query_len, heads + 2 * kv_heads, channels, scale=2.0)
+
+            def run(on, q=q, qkv=qkv, cos=cos, sin=sin, positions=positions, pages=pages,
+                    table=table, gains=gains, shape=shape):  # fmt: skip
+                place = (pages, table, positions)
+                options = {"eps": EPS, "backend": on}
+                queries, written = rope_into_cache(qkv, cos, sin, gains, *place, layer=0, **options)
+                return (
+                    attention(q, *place, **shape, backend=on),
+                    rope(qkv, cos, sin, backend=on),
+                    queries,
+                    written[0],
+                    rope_attention(qkv, cos, sin, gains, *place, **shape, **options)[0],
+                    rope_attention(qkv, cos, sin, None, *place, **shape, **options)[0],
+                )
+
+            yield f"attention {channels} window {window} queries {query_len}", run
+
+
+def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    m, v = 48, 4096
+    logits = jnp.asarray((rng.standard_normal((m, v)) * 6).astype(np.float32))
+    padded = logits.at[:, 4000:].set(-jnp.inf)
+    temperature = np.where(np.arange(m) % 3 == 0, 0.0, rng.uniform(0.1, 3, m))
+    temperature = jnp.asarray(temperature, jnp.float32)
+    key_0, key_1 = (jnp.asarray(rng.integers(0, 2**32, m), jnp.uint32) for _ in range(2))
+    key = key_0, key_1
+    ones, zeros = jnp.ones(m, jnp.float32), jnp.zeros((m, v), jnp.float32)
+    ranked = jnp.asarray(-np.sort(rng.exponential(15, (m, v)).astype(np.float32), axis=1))
+    top_k = jnp.asarray(rng.integers(1, v, m), jnp.int32)
+    top_p = jnp.asarray(rng.uniform(0.1, 1, m), jnp.float32)
+    sums = rng.integers(1 << 23, 0x7F800000, (1 << 16, 1), dtype=np.uint32).view(np.float32)
+    bias = jnp.asarray(rng.standard_normal((m, v)) * (rng.random((m, v)) < 0.3), jnp.float32)
+    uses = jnp.asarray(rng.integers(0, 5, (m, v)), jnp.int32)
+    above, below, per_use, once = (
+        jnp.asarray(rng.uniform(0.3, 1.9, m), jnp.float32) for _ in range(4)
+    )
+
+    def lse(on):
+        return log_sum_exp(*block_stats(padded, vocab_block=128, backend=on), backend=on)
+
+    yield "block_stats", lambda on: block_stats(padded, vocab_block=128, backend=on)
+    yield "log_sum_exp", lambda on: (lse(on), log_probs(padded[:, :5], lse(on), backend=on))
+    yield (
+        "log",
+        lambda on: (log_sum_exp(jnp.zeros(sums.shape), jnp.asarray(sums), backend=on),),
+    )
+    for name, x, t in (("noise", zeros, ones), ("scores", padded, temperature)):
+        yield (
+            name,
+            lambda on, x=x, t=t: (
+                sampling.gumbel_scores(x, t, key, first_token_id=256, backend=on),
+            ),
+        )
+    yield (
+        "stats_and_choice",
+        lambda on: sampling.stats_and_choice(
+            padded, temperature, key, first_token_id=128, vocab_block=128, backend=on
+        ),
+    )
+    yield (
+        "choose_token",
+        lambda on: sampling.choose_token(padded, temperature, key, vocab_block=128, backend=on),
+    )
+    for name, t in (("exp", ones), ("nucleus_sums", temperature)):
+        yield name, lambda on, t=t: sampling.nucleus_sums(ranked, t, top_k, top_p, backend=on)
+    yield (
+        "adjust_logits",
+        lambda on: (
+            sampling.adjust_logits(logits, bias, uses, (above, below), (per_use, once), backend=on),
+        ),
+    )
+
+
+def operation_cases() -> dict[str, Run]:
+    """Return all cases by name: each takes a backend and returns arrays."""
+    return dict(
+        [
+            *_product_cases(),
+            *_layer_cases(np.random.default_rng(1)),
+            *_row_cases(np.random.default_rng(2)),
+            *_attention_cases(np.random.default_rng(3)),
+            *_choice_cases(np.random.default_rng(4)),
+        ]
+    )
+
+
+def as_bits(array) -> np.ndarray:
+    """Return the bits of an array as unsigned integers."""
+    array = np.asarray(array)
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def digest_of(arrays: tuple) -> str:
+    """Return 16 hexadecimal digits over shapes, dtypes and bits."""
+    total = hashlib.sha256()
+    for array in map(np.asarray, arrays):
+        total.update(f"{array.dtype.name} {array.shape}\n".encode())
+        total.update(as_bits(array).tobytes())
+    return total.hexdigest()[:16]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every claim for families that differ from Llama in more than sizes: golden shapes, own weights.
+
+Sizes are those of the golden folders but for heads and the feed-forward layer: tp must divide them.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.hf_config import load_config
+from detjax.models.layers import ForwardContext
+from detjax.models.loading import LoadedModel
+from detjax.testing import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing.cases import quick_and_slow
+from detjax.testing.dummies import dummy_model
+from detjax.testing.jaxpr_rules import float_arithmetic_outside_kernels
+from detjax.testing.programs import plain_key, programs_for
+from detjax.training.batch import Scored, by_sequence, pack
+from detjax.training.forward import token_logprobs
+from detjax.training.weights import master_params, why_not_trained
+
+from .faults import order_by_company
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+QUICK = ("olmo3",)
+"""Norms after, norms over all heads, windows in some layers, two rotary embeddings."""
+
+OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+"""Families whose features test_answers.py and test_expert_answers.py have."""
+
+OTHERS = sorted(path.name for path in GOLDEN.iterdir() if load_config(path).family not in OLDER)
+CASES = (*QUICK, *(case for case in OTHERS if case not in QUICK))
+EVERY = pytest.mark.parametrize("case", quick_and_slow(QUICK, CASES))
+
+
+def engine_sizes(batch_size: int, prefill_chunk: int = 64) -> EngineConfig:
+    return EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
+
+
+@cache
+def model(case: str, dp: int = 1, tp: int = 1) -> LoadedModel:
+    config = load_config(GOLDEN / case)
+    sizes = {"intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2}
+    config = dataclasses.replace(config, **sizes, eos_token_ids=())
+    return dummy_model(config, dp=dp, tp=tp)
+
+
+def requests() -> list[Request]:
+    """Prompts of lengths around windows, a chunk and a page; every other one is sampled."""
+    rng = np.random.default_rng(7)
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=5, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 127, 1, 130, 64, 33, 140, 23))
+    ]
+
+
+@cache
+def alone(case: str) -> list[Completion]:
+    """Each request alone on one device: the canonical answers."""
+    return Engine(model(case), engine_sizes(1)).generate(requests())
+
+
+def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
+    for g, w in zip(got, want, strict=True):
+        assert g.token_ids == w.token_ids, f"{claim}: request {w.request_idx}"
+        where = f"{claim}: request {w.request_idx}"
+        assert_bitwise_equal(np.stack(g.logprobs), np.stack(w.logprobs), claim=where)
+
+
+@EVERY
+def test_probe_depends_on_order(case):
+    w = np.asarray(model(case).params["layers"][0]["down"], np.float32)
+    assert_order_sensitive(w * np.linspace(0.5, 2, w.shape[1], dtype=np.float32))
+    assert len({c.token_ids for c in alone(case)}) > 5
+
+
+@EVERY
+def test_batch_and_schedule_change_nothing(case):
+    """Eight requests at once, in chunks of other lengths, hit the prefix cache the second time."""
+    config = engine_sizes(8, 48)
+    engine = Engine(model(case), config)
+    assert_same(engine.generate(requests()), alone(case), f"{case} in a batch")
+    assert_same(engine.generate(requests()[::-1])[::-1], alone(case), f"{case} from the cache")
+
+
+@EVERY
+def test_prefill_and_decode_have_the_same_bits(case):
+    """An answer's logprobs, greedy ones, are those of its text as a prompt."""
+    done = alone(case)
+    engine = Engine(model(case), engine_sizes(4))
+    scores = engine.score([c.prompt_token_ids + c.token_ids for c in done], top=0)
+    for completion, scored in zip(done, scores, strict=True):
+        decoded = np.array([one.logprob for one in scored[-len(completion.token_ids) :]])
+        where = f"{case}: request {completion.request_idx}"
+        assert_bitwise_equal(decoded.astype(np.float32), np.stack(completion.logprobs), claim=where)
+
+
+@EVERY
+@pytest.mark.parametrize("mesh", quick_and_slow([(1, 4)], [((1, 2),), ((2, 2),)]), ids=str)
+def test_a_mesh_changes_nothing(case, mesh):
+    """On four ranks two key/value heads are there twice."""
+    config = engine_sizes(4)
+    got = Engine(model(case, *mesh), config).generate(requests())
+    assert_same(got, alone(case), f"{case} on {mesh}")
+
+
+@EVERY
+def test_training_has_the_bits_of_serving_or_says_why_not(case):
+    made = model(case)
+    why = why_not_trained(made.config)
+    if why is not None:
+        with pytest.raises(ValueError, match="cannot be trained"):
+            master_params(made)
+        assert case in ("gemma2", "gemma3", "granite"), why
+        return
+    done = alone(case)[:4]
+    ctx = ForwardContext(config=made.config, profile=made.profile, backend=made.backend, tp=1)
+    sequences = [
+        Scored(
+            token_ids=c.prompt_token_ids + c.token_ids,
+            weights=(0.0,) + (1.0,) * (len(c.prompt_token_ids + c.token_ids) - 1),
+        )
+        for c in done
+    ]
+    batch = pack(sequences, length=max(len(s.token_ids) for s in sequences) - 1)
+
+    def run(params, batch):
+        logprobs, _ = token_logprobs(ctx, params, made.rope_tables, batch, remat=True)
+        return jnp.sum(logprobs * batch.weights), logprobs
+
+    (_, logprobs), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(
+        master_params(made), batch
+    )
+    for row, completion in zip(by_sequence(batch, np.asarray(logprobs)), done, strict=True):
+        answer = row[len(completion.prompt_token_ids) - 1 :]
+        assert_bitwise_equal(answer, np.stack(completion.logprobs), claim=case)
+    for path, leaf in jax.tree.leaves_with_path(gradients):
+        assert bool(jnp.isfinite(leaf).all() and jnp.any(leaf != 0)), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_step_computes_in_kernels_alone(case):
+    """On two ranks, which split the heads that one norm covers."""
+    made = model(case, tp=2)
+    programs = programs_for(made, num_pages=6, num_slots=3)
+    key = plain_key("prefill", rows=2, length=8, table_len=2)
+    function, operands = programs.function(key), programs.operands(key, made.params)
+    assert float_arithmetic_outside_kernels(function, *operands) == []
+
+
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen(monkeypatch):
+    """The comparison of the batch, on its model and its requests, finds other bits."""
+    want = alone("olmo3")
+    order_by_company(monkeypatch, canonical_rows=64)
+    config = dataclasses.replace(engine_sizes(8, 48), self_check="off")
+    with pytest.raises(AssertionError, match="olmo3 with the fault"):
+        got = Engine(model("olmo3"), config).generate(requests())
+        assert_same(got, want, "olmo3 with the fault")

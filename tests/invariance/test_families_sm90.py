@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families that differ from Llama in more than sizes, on a Hopper GPU.
+
+The golden folders have heads that its kernels do not take, so the models here have their features
+and wider layers.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.device_arrays import empty_pages
+from detjax.models.abstract import why_unsupported
+from detjax.models.config import ModelConfig
+from detjax.models.hf_config import load_config
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.testing import assert_bitwise_equal
+from detjax.testing.dummies import batch_of, dummy_model, scoring_step
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+CASES = (
+    "glm4", "olmo3", "granite", "gemma3", "smollm3", "phi4_longrope", "exaone4", "olmo2",
+    "seed_oss",
+)  # fmt: skip
+MAX_DISTANCE = 0.25
+"""Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
+
+
+def config_of(case: str) -> ModelConfig:
+    """Heads of 64 channels, two queries a key/value head, widths of whole tiles."""
+    return dataclasses.replace(
+        load_config(GOLDEN / case), hidden_size=512, intermediate_size=1024, num_heads=8,
+        num_kv_heads=4, head_dim=64, eos_token_ids=(),
+    )  # fmt: skip
+
+
+@cache
+def model(case: str, backend: Backend = Backend.SM90) -> LoadedModel:
+    return dummy_model(config_of(case), backend=backend)
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(7)
+    return [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=8, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 127, 1, 130, 64, 33, 200, 23))
+    ]
+
+
+def answers(case: str, batch_size: int, prefill_chunk: int) -> list[Completion]:
+    config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
+    return Engine(model(case), config).generate(requests())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_take_every_layer(case):
+    """They are traced on any machine."""
+    assert why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "says"),
+    [
+        ("gemma2", {}, "no soft cap on scores"),
+        ("gemma3", {"head_dim": 256}, "64, 96, 128. channels, not 256"),
+    ],
+)
+def test_what_the_kernels_lack_is_named(case, keys, says):
+    config = dataclasses.replace(config_of(case), **keys)
+    reason = why_unsupported(config, NumericsProfile(), Backend.SM90, 1)
+    assert reason is not None and says in reason.replace("(", "").replace(")", "."), reason
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", CASES)
+def test_batch_chunk_and_path_change_nothing(case):
+    """Alone in chunks of 64 tokens, together in chunks of 48, and the answers as prompts."""
+    alone, together = answers(case, 1, 64), answers(case, 8, 48)
+    for got, want in zip(together, alone, strict=True):
+        assert got.token_ids == want.token_ids
+        assert_bitwise_equal(np.stack(got.logprobs), np.stack(want.logprobs), claim=case)
+    engine = Engine(model(case), EngineConfig(batch_size=4, prefill_chunk=64, max_len=256))
+    scores = engine.score([c.prompt_token_ids + c.token_ids for c in alone], top=0)
+    for completion, scored in zip(alone, scores, strict=True):
+        prefilled = [one.logprob for one in scored[-len(completion.token_ids) :]]
+        decoded = np.stack(completion.logprobs)
+        assert_bitwise_equal(np.array(prefilled, np.float32), decoded, claim=f"{case}: path")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_near_those_of_the_portable_backend(case):
+    """Whose goldens transformers computed: the operations are the same, their order is not."""
+    ids = np.random.default_rng(3).integers(0, 320, 200)
+    table = np.arange(2, dtype=np.int32).reshape(1, 2)
+    logits = []
+    for backend in (Backend.SM90, Backend.PORTABLE):
+        made = model(case, backend)
+        _, found = scoring_step(made)(empty_pages(made, 2), batch_of([(ids, 0)], table))
+        logits.append(np.asarray(found, np.float64))
+    scale = logits[1].std()
+    distance = np.abs(logits[0] - logits[1]).max() / scale
+    print(f"{case}: logits differ by {distance:.3f} of their spread")
+    assert distance < MAX_DISTANCE

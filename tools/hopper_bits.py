@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bits of a Hopper GPU: collect them on one, and compare another backend with them anywhere.
+
+    python tools/hopper_bits.py collect FOLDER                     # on a GPU, under two minutes
+    python tools/hopper_bits.py compare FOLDER [--backend NAME]    # on any machine
+
+`collect` writes three files. functions.npz has `ex2.approx`, `rcp.approx` and `rsqrt.approx` on
+every significand, and says for each exponent how many of all inputs differ from what these tables
+give. cases.npz has the results of `detjax.testing.operation_cases`. answers.npz has token ids and
+log-probabilities of whole answers.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.engine.outputs.completion import Completion
+from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import load_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.testing.dummies import (
+    adjusted_requests,
+    answers,
+    dummy_config,
+    dummy_model,
+    mixed_requests,
+)
+from detjax.testing.operation_cases import as_bits, digest_of, operation_cases
+
+OCTAVE = 1 << 23
+"""float32 numbers of one sign and exponent."""
+PIECE = 2048
+FUNCTIONS = {
+    "ex2": "ex2.approx.ftz.f32", "rcp": "rcp.approx.ftz.f32",
+    "rsqrt": "rsqrt.approx.ftz.f32", "rsqrt_all": "rsqrt.approx.f32",
+}  # fmt: skip
+INFINITY, NAN = 0x7F800000, 0x7FFFFFFF
+ROUNDINGS = ("down", "up", "half up", "half even")
+"""Of the magnitude of an input of ex2 to a multiple of 2**-23, as hypotheses."""
+
+
+@jax.jit
+def _first_bits(octave):
+    return (octave << 23) + jnp.arange(OCTAVE, dtype=jnp.uint32)
+
+
+def special_function(name: str):
+    """A special function on the bits of one octave: uint32 to uint32."""
+    math = rows.strided(PIECE, 4, False)
+    op: Callable = rows.instruction(FUNCTIONS[name])
+
+    def body(x_gmem, out_gmem):
+        here = pl.ds(lax.axis_index("cta") * PIECE, PIECE)
+        out_gmem[here] = math.apply(lambda v: op(v), lambda v: v, math.load(x_gmem.at[here]))
+
+    @jax.jit
+    def run(octave):
+        x = lax.bitcast_convert_type(_first_bits(octave), jnp.float32)
+        out = rows.run_kernel(
+            body,
+            (x,),
+            out=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid={"cta": OCTAVE // PIECE},
+            name=f"special_{name}",
+            is_interpreted=False,
+        )
+        return lax.bitcast_convert_type(out, jnp.uint32)
+
+    return lambda octave: run(jnp.uint32(octave))
+
+
+@jax.jit
+def ex2_differences(table, found, octave):
+    """How many results of an octave differ from the table's, for each of `ROUNDINGS`."""
+    exponent = (octave & 255).astype(jnp.int32)
+    significand = lax.iota(jnp.int32, OCTAVE) + jnp.where(exponent > 0, OCTAVE, 0)
+    right = jnp.clip(127 - exponent, 0, 30)
+    left = jnp.clip(exponent - 127, 0, 7)
+    whole = (significand << left) >> right
+    rest = significand - (whole << right)
+    half = (1 << right) >> 1
+    ups = (
+        jnp.zeros_like(rest), rest > 0, (rest >= half) & (right > 0),
+        (rest > half) | ((rest == half) & (whole & 1 == 1) & (right > 0)),
+    )  # fmt: skip
+
+    def differing(up):
+        fixed = jnp.where(octave >= 256, -1, 1) * (whole + up.astype(jnp.int32))
+        n = jnp.clip(fixed >> 23, -200, 128)
+        bits = table[fixed & (OCTAVE - 1)].astype(jnp.int32)
+        biased = (bits >> 23) + n
+        value = (bits + (n << 23)).astype(jnp.uint32)
+        value = jnp.where(biased >= 255, INFINITY, jnp.where(biased <= 0, 0, value))
+        is_large = exponent >= 135  # an absolute value of 256 or more
+        value = jnp.where(is_large, jnp.where(octave >= 256, 0, INFINITY), value)
+        is_nan = (exponent == 255) & (lax.iota(jnp.int32, OCTAVE) > 0)
+        return jnp.sum(jnp.where(is_nan, NAN, value) != found)
+
+    return jnp.stack([differing(up) for up in ups])
+
+
+@jax.jit
+def scaled_differences(table, found, shift):
+    """How many results differ from those of the table, times a power of two."""
+    return jnp.sum((table.astype(jnp.int32) - (shift << 23)).astype(jnp.uint32) != found)
+
+
+def collect_functions(path: Path) -> None:
+    """Write the tables, and the differences of all other inputs from them."""
+    tables, differences, found = {}, {}, {}
+    ex2, rcp, rsqrt = (special_function(name) for name in ("ex2", "rcp", "rsqrt"))
+    ex2_table = ex2(127) - jnp.uint32(1 << 23)
+    tables["ex2"] = np.asarray(ex2_table)
+    counts = [ex2_differences(ex2_table, ex2(i), jnp.uint32(i)) for i in range(512)]
+    differences["ex2"] = np.asarray(jnp.stack(counts))
+    for octave in (*range(122, 127), *range(378, 383)):  # should no hypothesis hold
+        found[f"found {octave}"] = np.asarray(ex2(octave))
+    rcp_table = rcp(127)
+    tables["rcp"] = np.asarray(rcp_table)
+    counts = [scaled_differences(rcp_table, rcp(i), jnp.int32(i - 127)) for i in range(1, 255)]
+    differences["rcp"] = np.asarray(jnp.stack(counts))
+    roots = rsqrt(127), rsqrt(128)
+    tables["rsqrt"] = np.concatenate([np.asarray(r) for r in roots])
+    for name in ("rsqrt", "rsqrt_all"):
+        run = special_function(name)
+        counts = [
+            scaled_differences(roots[(i - 127) % 2], run(i), jnp.int32((i - 127) // 2))
+            for i in range(1, 255)
+        ]
+        differences[name] = np.asarray(jnp.stack(counts))
+    steps = {
+        name: np.diff(t.astype(np.int64), prepend=0).astype(np.int32) for name, t in tables.items()
+    }
+    steps |= {k: np.diff(t.astype(np.int64), prepend=0).astype(np.int32) for k, t in found.items()}
+    np.savez_compressed(path, **steps, **{f"differences {k}": v for k, v in differences.items()})
+    print(
+        "ex2: inputs that differ by", dict(zip(ROUNDINGS, differences["ex2"].sum(0), strict=True))
+    )
+    print("ex2: of positive ones", differences["ex2"][:256].sum(0))
+    for name in ("rcp", "rsqrt", "rsqrt_all"):
+        exponents = np.nonzero(differences[name])[0] + 1
+        print(f"{name}: {differences[name].sum()} differ, exponents {exponents}")
+
+
+def results(backend: Backend, only: str = "") -> Iterator[tuple[str, tuple]]:
+    """Every case's arrays; a refusal is printed and left out."""
+    for name, run in operation_cases().items():
+        if only not in name:
+            continue
+        try:
+            yield name, tuple(np.asarray(array) for array in run(backend))
+        except (NotImplementedError, ValueError) as error:
+            print(f"{name}: refused: {error}", flush=True)
+
+
+def _models(backend: Backend) -> Iterator[tuple]:
+    """A name, a function that makes the model, and requests, for each model."""
+    mesh = make_mesh(1, 1, platform=backend.platform)
+    yield (
+        "bundled",
+        lambda: load_model(
+            str(bundled_model_path()), profile=NumericsProfile(), mesh=mesh, backend=backend
+        ),
+        mixed_requests(12, vocab_size=4096, max_tokens=48)
+        + adjusted_requests(vocab_size=4096, max_tokens=24),
+    )
+    small: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 384}
+    configs = {
+        "head 64, q/k norm": dummy_config(
+            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, **small
+        ),
+        "head 128, biases, window": dummy_config(
+            hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
+            window=100, **small,
+        ),
+        "two layers of 8B": dummy_config(
+            hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+            vocab_size=4096,
+        ),
+    }  # fmt: skip
+    for name, config in configs.items():
+        requests = mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24)
+        yield name, lambda config=config: dummy_model(config, backend=backend), requests
+
+
+def model_answers(backend: Backend, only: str = "") -> Iterator[tuple[str, list[Completion]]]:
+    """Whole answers of each model, in a batch of four."""
+    for name, make, requests in _models(backend):
+        if only in name:
+            yield name, answers(make(), requests, batch_size=4)
+
+
+def collect(folder: Path, only: str) -> None:
+    """Write all that a Hopper GPU says, or of cases and answers those whose names have `only`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    print(jax.devices()[0].device_kind, flush=True)
+    begun = time.monotonic()
+    if not only:
+        collect_functions(folder / "functions.npz")
+        print(f"functions after {time.monotonic() - begun:.0f} s", flush=True)
+    arrays = {}
+    for name, found in results(Backend.SM90, only):
+        arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
+        print(f"{name}: {digest_of(found)}", flush=True)
+    np.savez_compressed(folder / "cases.npz", **arrays)
+    print(f"cases after {time.monotonic() - begun:.0f} s", flush=True)
+    arrays = {}
+    for name, completions in model_answers(Backend.SM90, only):
+        for i, answer in enumerate(completions):
+            arrays[f"{name}/{i}/ids"] = np.asarray(answer.token_ids, np.int32)
+            arrays[f"{name}/{i}/logprobs"] = np.asarray(answer.logprobs, np.float32)
+            print(f"{name} {i}: {answer.digest()[:16]}", flush=True)
+        np.savez_compressed(folder / "answers.npz", **arrays)
+    print(f"answers after {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def compare(folder: Path, backend: Backend, only: str) -> int:
+    """Print how many elements of each result differ; return how many results have any."""
+    kept, num_different = np.load(folder / "cases.npz"), 0
+    for name, found in results(backend, only):
+        for i, array in enumerate(found):
+            if f"{name}/{i}" not in kept:
+                print(f"{name}/{i}: the GPU refused it", flush=True)
+                continue
+            bits, expected = as_bits(array), kept[f"{name}/{i}"]
+            count = int((bits != expected).sum()) if bits.shape == expected.shape else -1
+            num_different += count != 0
+            print(f"{name}/{i}: {count} of {expected.size} differ", flush=True)
+    kept = np.load(folder / "answers.npz")
+    for name, completions in model_answers(backend, only):
+        for i, answer in enumerate(completions):
+            if f"{name}/{i}/ids" not in kept:
+                print(f"answer {name} {i}: the GPU has none", flush=True)
+                continue
+            ids, logprobs = kept[f"{name}/{i}/ids"], kept[f"{name}/{i}/logprobs"]
+            own = np.asarray(answer.logprobs, np.float32)
+            same = (
+                tuple(ids) == tuple(answer.token_ids) and (as_bits(own) == as_bits(logprobs)).all()
+            )
+            num_different += not same
+            print(
+                f"answer {name} {i}: {'equal' if same else 'DIFFERS'} ({len(ids)} tokens)",
+                flush=True,
+            )
+    return num_different
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["collect", "compare"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--backend", default="reference", choices=[b.value for b in Backend])
+    parser.add_argument("--only", default="", help="names that contain this")
+    args = parser.parse_args()
+    if args.what == "collect":
+        collect(args.folder, args.only)
+        return 0
+    num_different = compare(args.folder, Backend(args.backend), args.only)
+    print(f"{num_different} results differ")
+    return 1 if num_different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
