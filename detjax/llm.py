@@ -31,6 +31,7 @@ from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
+from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
@@ -38,13 +39,14 @@ from detjax.llm_config import LLMConfig
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.chat_template import NO_VARIABLES
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.generation_config import default_sampling
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
-from detjax.opening import load_draft_model, load_on_devices
+from detjax.opening import load_drafts, load_on_devices
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
@@ -176,7 +178,7 @@ class LLM:
                 folder, profile=profile, backend=backend, dp=dp, tp=tp, cast_weights=cast_weights,
                 quantized_weights=quantized_weights, progress=told, num_processes=num_processes,
             )  # fmt: skip
-            draft_model = _draft_model_of(speculative, loaded, tokenizer, told)
+            draft_model = load_drafts(speculative, model=loaded, tokenizer=tokenizer, progress=told)
         room = AdapterSizes.of(enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank)
         loaded = open_adapters(loaded, room)
         asked = _asked(speculative, dict(
@@ -199,7 +201,7 @@ class LLM:
         config: LLMConfig,
         *,
         tracer: TracesEvents = NO_TRACE,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ) -> "LLM":
         """Allocate the cache of a model that is loaded.
 
@@ -211,7 +213,7 @@ class LLM:
             config: As `LLMConfig.of` returns it for `model`, with sizes such as `choose_sizes`
                 chooses.
             tracer: Of the engine: keeps a timeline.
-            draft_model: As `load_draft_model` returns it, if one makes the drafts.
+            draft_model: As `load_drafts` returns it, if one makes the drafts.
 
         Raises:
             ValueError: If there is not enough memory.
@@ -228,7 +230,7 @@ class LLM:
         config: LLMConfig,
         sampling: SamplingParams,
         tracer: TracesEvents = NO_TRACE,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.default_sampling = sampling
@@ -238,9 +240,11 @@ class LLM:
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
         )
+        drafters = HOST_DRAFTERS if config.speculative is None else config.speculative.drafters()
         self.engine = Engine(
-            model, config.engine, tracer=tracer, grammars=grammars, draft_model=draft_model
-        )
+            model, config.engine, tracer=tracer, grammars=grammars, drafters=drafters,
+            draft_model=draft_model,
+        )  # fmt: skip
         self._adapters = AdapterFolders(self.engine)
         is_bundled = config.folder == bundled_model_path()
         name = BUNDLED_NAME if is_bundled else config.name
@@ -567,18 +571,6 @@ def _speculative_of(
         return SpeculativeConfig.of(given)
     except ValueError as error:
         raise ValueError(f"speculative_config: {error}") from error
-
-
-def _draft_model_of(
-    speculative: SpeculativeConfig | None,
-    model: LoadedModel,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> LoadedModel | None:
-    """The draft model, if one makes the drafts."""
-    if speculative is None or not speculative.model:
-        return None
-    return load_draft_model(speculative.model, model=model, tokenizer=tokenizer, progress=progress)
 
 
 def _asked(speculative: SpeculativeConfig | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import cache_bytes
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.config import ModelConfig
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -65,7 +66,7 @@ class LLMConfig:
         folder: Path,
         backend_reason: str,
         speculative: SpeculativeConfig | None = None,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ) -> "LLMConfig":
         """Return what an engine on a model runs with."""
         return cls(

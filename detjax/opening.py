@@ -9,9 +9,13 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from detjax.defaults import AUTO, NO_CAST
+from detjax.engine.config import EAGLE3
+from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
+from detjax.models.eagle.config import refuse_head
+from detjax.models.eagle.head import AnyDraftModel, load_eagle_head
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, load_model
@@ -83,6 +87,31 @@ def load_on_devices(
     return model, placement.reason
 
 
+def load_drafts(
+    speculative: SpeculativeConfig | None,
+    *,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    progress: Progress = ignore_progress,
+) -> AnyDraftModel | None:
+    """Load what makes the drafts, if that has weights of its own.
+
+    Args:
+        speculative: Where drafts come from.
+        model: That verifies.
+        tokenizer: Of `model`.
+        progress: Told how far loading is.
+
+    Raises:
+        ValueError, FileNotFoundError: As `load_draft_model` or `load_eagle_head` says.
+    """
+    if speculative is None or not speculative.model:
+        return None
+    if speculative.method == EAGLE3:
+        return load_eagle_head(speculative.model, model=model, progress=progress)
+    return load_draft_model(speculative.model, model=model, tokenizer=tokenizer, progress=progress)
+
+
 def load_draft_model(
     name: str,
     *,
@@ -103,6 +132,7 @@ def load_draft_model(
         FileNotFoundError: If a file is missing.
     """
     folder = find_model(name)
+    refuse_head(folder)
     size, expected = load_config(folder).vocab_size, model.config.vocab_size
     verifier = "the model" if model.folder is None else model.folder.name
     if size != expected:

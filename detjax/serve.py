@@ -32,14 +32,13 @@ from detjax.cli.options import (
     NO_CACHE,
     Option,
     add_options,
+    check_drafts,
     flag_like,
     in_flags,
     of_field,
     read_lora_modules,
-    read_speculative_config,
 )
 from detjax.engine.config import EngineConfig
-from detjax.models.hub import check_model
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.proof.signing import SigningKey
@@ -341,10 +340,7 @@ def check_files(args: argparse.Namespace) -> None:
             ) from error
     check_model_option(args.model, args.revision)
     read_lora_modules(args.lora_modules)
-    speculative = read_speculative_config(args.speculative_config)
-    if speculative is not None and speculative.model:
-        with bad_input("--speculative-config: "):
-            check_model(speculative.model, revision=None)
+    check_drafts(args.speculative_config)
 
 
 def _log_to_stderr(args: argparse.Namespace) -> None:

@@ -310,7 +310,7 @@ ENGINE_OPTIONS = {
     "decode_batches": (2,), "decode_lens": (128,), "prefill_shapes": ((2, 16),),
     "max_tokens_per_step": 512, "max_prefill_streak": 3, "verify_rows": 3, "verify_batches": (2,),
     "verify_window": 8, "verify_patience": 2, "verify_deadline": 32, "max_draft_fraction": 0.5,
-    "max_draft_batch": 7,
+    "max_draft_batch": 7, "adapts_drafts": False,
     "decode_steps": 2, "steps_ahead": 2, "draft_weights": "int8", "has_prompt_lookup": False,
     "has_prefix_cache": False, "max_waiting": 99, "self_check": "off",
 }  # fmt: skip

@@ -15,9 +15,10 @@ SMALL = (
 )
 
 
-def measured(monkeypatch, tmp_path) -> tuple[object, list[dict]]:
+def measured(monkeypatch, tmp_path, *more: str) -> tuple[object, list[dict]]:
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["speculation", *SMALL.split(), "--out", str(out)])
+    argv = ["speculation", *SMALL.split(), *more, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as ended:
         speculation.main()
     return ended.value.code, [json.loads(line) for line in out.read_text().splitlines()]
@@ -27,7 +28,7 @@ def measured(monkeypatch, tmp_path) -> tuple[object, list[dict]]:
 def test_every_source_is_timed_and_compared(monkeypatch, tmp_path):
     code, rows = measured(monkeypatch, tmp_path)
     assert code == 0
-    assert [row["source"] for row in rows] == ["none", "ngram", "draft_model"]
+    assert [row["source"] for row in rows] == ["none", "ngram", "suffix", "draft_model"]
     assert all(row["different"] == 0 and row["tokens_per_s"] > 0 for row in rows)
     assert rows[-1]["acceptance"] > 0.9, "the layers behind the first add nothing"
 
@@ -47,3 +48,11 @@ def test_control_an_answer_that_differs_fails_the_benchmark(monkeypatch, tmp_pat
     monkeypatch.setattr(speculation, "Engine", Unlike)
     code, rows = measured(monkeypatch, tmp_path)
     assert code == 3 and rows[-1]["different"] == 2
+
+
+@pytest.mark.slow
+def test_a_head_is_timed_with_an_acceptance_that_is_given(monkeypatch, tmp_path):
+    code, rows = measured(monkeypatch, tmp_path, "--replay", "1")
+    assert code == 0
+    assert [row["source"] for row in rows] == ["none", "eagle3"]
+    assert rows[-1]["acceptance"] == 1 and rows[-1]["different"] == 0

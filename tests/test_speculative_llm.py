@@ -66,7 +66,11 @@ def test_answers_and_receipts_are_those_without_drafts(draft_folder, mode):
     plain = detjax.LLM(mode=mode, **SIZES)
     drafted = detjax.LLM(
         mode=mode,
-        speculative_config={"model": str(draft_folder), "num_speculative_tokens": 3},
+        speculative_config={
+            "model": str(draft_folder),
+            "num_speculative_tokens": 3,
+            "is_adaptive": False,
+        },
         **SIZES,
     )
     expected, actual = plain.generate(PROMPTS, sampling()), drafted.generate(PROMPTS, sampling())

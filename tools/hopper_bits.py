@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +23,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.engine.outputs.completion import Completion
-from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import load_model
-from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
-from detjax.parallel.mesh import make_mesh
-from detjax.testing.dummies import (
-    adjusted_requests,
-    answers,
-    dummy_config,
-    dummy_model,
-    mixed_requests,
+from detjax.testing.dummies import answers
+from detjax.testing.operation_cases import (
+    answer_cases,
+    as_bits,
+    digest_of,
+    operation_cases,
 )
-from detjax.testing.operation_cases import as_bits, digest_of, operation_cases
 
 OCTAVE = 1 << 23
 """float32 numbers of one sign and exponent."""
@@ -165,41 +159,11 @@ def results(backend: Backend, only: str = "") -> Iterator[tuple[str, tuple]]:
             print(f"{name}: refused: {error}", flush=True)
 
 
-def _models(backend: Backend) -> Iterator[tuple]:
-    """A name, a function that makes the model, and requests, for each model."""
-    mesh = make_mesh(1, 1, platform=backend.platform)
-    yield (
-        "bundled",
-        lambda: load_model(
-            str(bundled_model_path()), profile=NumericsProfile(), mesh=mesh, backend=backend
-        ),
-        mixed_requests(12, vocab_size=4096, max_tokens=48)
-        + adjusted_requests(vocab_size=4096, max_tokens=24),
-    )
-    small: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 384}
-    configs = {
-        "head 64, q/k norm": dummy_config(
-            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, **small
-        ),
-        "head 128, biases, window": dummy_config(
-            hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
-            window=100, **small,
-        ),
-        "two layers of 8B": dummy_config(
-            hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
-            vocab_size=4096,
-        ),
-    }  # fmt: skip
-    for name, config in configs.items():
-        requests = mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24)
-        yield name, lambda config=config: dummy_model(config, backend=backend), requests
-
-
 def model_answers(backend: Backend, only: str = "") -> Iterator[tuple[str, list[Completion]]]:
     """Whole answers of each model, in a batch of four."""
-    for name, make, requests in _models(backend):
+    for name, (make, requests) in answer_cases().items():
         if only in name:
-            yield name, answers(make(), requests, batch_size=4)
+            yield name, answers(make(backend), requests, batch_size=4)
 
 
 def collect(folder: Path, only: str) -> None:

@@ -544,6 +544,32 @@ CASES = (
         ),
     ),
     Case(
+        name="glm",
+        what="glm4 without the norms after",
+        model_type="glm",
+        seed=613,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "pad_token_id": 0,
+            "rope_parameters": {**plain_rope(10000.0), "partial_rotary_factor": 0.5},
+        },
+        control=Control(what="v_proj bias dropped", fill={"v_proj.bias": 0.0}),
+    ),
+    Case(
+        name="ernie4_5",
+        what="all channels rotated in neighbouring pairs; tied",
+        model_type="ernie4_5",
+        seed=912,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "tie_word_embeddings": True,
+            "rope_parameters": plain_rope(500000.0),
+        },
+        control=Control(what="rope_theta 10000", config={"rope_parameters": plain_rope(10000.0)}),
+    ),
+    Case(
         name="olmo2",
         what="norms after, norms over all heads of q and of k",
         model_type="olmo2",

@@ -83,8 +83,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{ENGINE}/step_loop.py",
-                old="finished = self._in_flight.popleft() if",
-                new="finished = self._in_flight.pop() if",
+                old="self._finish(*self._in_flight.popleft())",
+                new="self._finish(*self._in_flight.pop())",
             ),
         ),
         tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
@@ -518,6 +518,18 @@ MUTANTS = (
             ),
         ),
         tests=(f"{SPECULATION}::test_a_draft_model_that_agrees_has_no_hole_in_its_cache",),
+    ),
+    Mutant(
+        name="head-has-holes",
+        fault="a head keeps its own entries of accepted drafts, and reads no hidden state of them",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="is_token = (start[:, None] >= 0) & (step_idx < count[:, None])",
+                new="is_token = (start[:, None] >= 0) & (step_idx == count[:, None] - 1)",
+            ),
+        ),
+        tests=("tests/engine/test_eagle.py::test_drafts_are_those_of_the_head_on_the_whole_text",),
     ),
     Mutant(
         name="draft-model-misses-tokens",

@@ -285,6 +285,7 @@ CLAIMS = (
         tests=(
             "tests/engine/test_speculation.py::test_a_draft_model_changes_no_bit",
             "tests/engine/test_speculation.py::test_a_drafter_of_the_host_changes_no_bit",
+            "tests/engine/test_eagle.py::test_a_head_changes_no_bit",
         ),
         evidence=Evidence(
             command="speculation", subject="speculation",

@@ -52,6 +52,10 @@ TESTED: dict[tuple[str, str, str, str], str] = {
         for name in (family.name for family in FAMILIES)
         if name not in _OLDER
     },
+    **{
+        (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
+        for name in ("exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
+    },
 }
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""

@@ -12,7 +12,7 @@ from detjax.cli.arguments import GenerateArgs
 from detjax.cli.display import MAX_LINES, Display
 from detjax.cli.prompt_batch import PromptBatch
 from detjax.cli.run import RunPlan, RunResult
-from detjax.engine.config import DRAFT_MODEL, EngineConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EngineConfig
 from detjax.engine.outputs.completion import Completion, CompletionOutput
 
 _BATCH_SIZES = (1, 3, 2, 5, 8, 17)
@@ -56,9 +56,14 @@ def _other_run(
     batch_size = _BATCH_SIZES[number % len(_BATCH_SIZES)] * dp
     chunk = math.ceil(batch.work.longest_prompt / _NUM_CHUNKS[number % len(_NUM_CHUNKS)])
     changes = {"batch_size": batch_size, "prefill_chunk": min(chunk, _LONGEST_CHUNK)}
-    has_drafts = mode == "dvr" or asked.get("draft_weights") == DRAFT_MODEL
+    has_drafts = mode == "dvr" or asked.get("draft_weights") in DRAFTS_OF_OTHERS
     if has_drafts and not number % 2:
-        changes |= {"mode": "invariant", "decode_steps": 1, "draft_weights": "full"}
+        changes |= {
+            "mode": "invariant",
+            "decode_steps": 1,
+            "draft_weights": "full",
+            "adapts_drafts": False,
+        }
     order_name, order = _other_order(number, len(batch.requests))
     num_neighbours = max(0, batch_size - len(batch.seqs))
     before = num_neighbours * (number % 3) // 2

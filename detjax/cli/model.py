@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from detjax.cli.arguments import GenerateArgs, as_flags
 from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.options import NO_CACHE, read_lora_modules, read_speculative_config
+from detjax.cli.options import (
+    NO_CACHE,
+    check_drafts,
+    read_lora_modules,
+    read_speculative_config,
+)
 from detjax.cli.processes import Processes, join_processes
 from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.engine.config import EngineConfig
@@ -26,6 +31,7 @@ if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
     from detjax.llm_config import LLMConfig
     from detjax.models.adapters.adapter import Adapter
+    from detjax.models.eagle.head import AnyDraftModel
     from detjax.models.loading import LoadedModel
 
 OWN_OPTIONS = frozenset(
@@ -71,7 +77,7 @@ class OpenModel:
     model: "LoadedModel"
     backend_reason: str
     processes: Processes
-    draft_model: "LoadedModel | None" = None
+    draft_model: "AnyDraftModel | None" = None
     adapters: Mapping[str, "Adapter"] = field(default_factory=dict)
 
     @property
@@ -148,16 +154,13 @@ def read_model_files(args: GenerateArgs) -> ModelFiles:
         InputError: If the folder or a file in it is missing, broken or not known.
     """
     from detjax.models.hf_config import load_config
-    from detjax.models.hub import check_model, find_model
+    from detjax.models.hub import find_model
 
     check_name(args.model)
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
-    speculative = read_speculative_config(args.speculative_config)
-    if speculative is not None and speculative.model:
-        with bad_input("--speculative-config: "):
-            check_model(speculative.model)
+    check_drafts(args.speculative_config)
     if args.chat_template is not None:
         with bad_input("--chat-template: "):
             tokenizer = tokenizer.with_template(args.chat_template)
@@ -188,7 +191,7 @@ def open_model(
         with bad_input("--model: "):
             processes.check_same_model(files.folder)
         model, reason = _load(args, files.folder, processes, progress, max_len)
-        draft_model = _load_draft_model(args, files, model, processes.telling(progress))
+        draft_model = _load_drafts(args, files, model, processes.telling(progress))
         model, adapters = _open_adapters(args, model)
     processes.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
     share = args.gpu_memory_utilization
@@ -229,19 +232,15 @@ def _open_adapters(
     return model, adapters
 
 
-def _load_draft_model(
+def _load_drafts(
     args: GenerateArgs, files: ModelFiles, model: "LoadedModel", progress: Progress
-) -> "LoadedModel | None":
-    """Load the draft model, if there is one."""
-    from detjax.opening import load_draft_model
+) -> "AnyDraftModel | None":
+    """Load the draft model or head, if there is one."""
+    from detjax.opening import load_drafts
 
     speculative = read_speculative_config(args.speculative_config)
-    if speculative is None or not speculative.model:
-        return None
     with bad_input("--speculative-config: "):
-        return load_draft_model(
-            speculative.model, model=model, tokenizer=files.tokenizer, progress=progress
-        )
+        return load_drafts(speculative, model=model, tokenizer=files.tokenizer, progress=progress)
 
 
 def _shared_settings(args: GenerateArgs) -> str:

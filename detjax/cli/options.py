@@ -20,7 +20,7 @@ from detjax.cli.errors import InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
 from detjax.defaults import AUTO, NO_CAST
-from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
+from detjax.engine.config import EAGLE3, MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import METHODS, SpeculativeConfig
 from detjax.models.bundled import BUNDLED_NAME
@@ -314,9 +314,9 @@ SPECULATIVE_CONFIG = Option(
     name="speculative_config",
     metavar="JSON",
     help="where drafts come from, which canonical steps verify: the same bits. An object with "
-    f"`method` ({' or '.join(METHODS)}), of a draft model `model` (a folder or a Hugging Face id), "
-    "`num_speculative_tokens` (3), and `disable_by_batch_size` (32), the most sequences that "
-    "decode at once while drafts are made",
+    f"`method` ({', '.join(METHODS)}), `model` of a draft model or an EAGLE-3 head (a folder or a "
+    "Hugging Face id), `num_speculative_tokens` (3; 8 of suffix), and `disable_by_batch_size` "
+    "(32), the most sequences that decode at once while drafts are made",
 )
 ENABLE_LORA = Option(
     name="enable_lora",
@@ -469,6 +469,20 @@ def _lora_module(text: str) -> tuple[str, str]:
     if not all(isinstance(value, str) and value for value in (name, folder)):
         raise InputError(f"--lora-modules {text:.200}: give NAME=DIR")
     return name, folder
+
+
+def check_drafts(given: str | None) -> None:
+    """See that what --speculative-config names is there, as `hub.check_model` does.
+
+    Raises:
+        InputError: If it is not.
+    """
+    from detjax.models.hub import check_model
+
+    speculative = read_speculative_config(given)
+    if speculative is not None and speculative.model:
+        with bad_input("--speculative-config: "):
+            check_model(speculative.model, is_head=speculative.method == EAGLE3)
 
 
 def read_speculative_config(given: str | None) -> SpeculativeConfig | None:

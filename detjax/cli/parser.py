@@ -19,9 +19,9 @@ from detjax.cli.receipts import check_can_sign
 from detjax.defaults import NO_CAST
 
 DESCRIPTION = """\
-Continue prompts with a Llama, Mistral or Qwen model. The token ids and the float32 logprobs of a
-completion are the same bits in any batch, mesh and schedule; its digest is a hash of them. Only
---mode fast makes no such claim.
+Continue prompts with a language model (docs/models.md lists the families). The token ids and the
+float32 logprobs of a completion are the same bits in any batch, mesh and schedule; its digest is a
+hash of them. Only --mode fast makes no such claim.
 
 Text goes to standard output, everything else to standard error."""
 

@@ -75,14 +75,7 @@ _LORA_MODULES = replace(
     options.LORA_MODULES,
     help="the folder of each adapter that the receipts name by its hash, under any name",
 )
-_BACKEND = replace(
-    options.BACKEND,
-    default=None,
-    choices=tuple(backend.value for backend in Backend),
-    default_text="that of the receipts",
-    help="which kernels: those that made the receipts, or others that give the same bits, as "
-    "reference gives those of sm90 on a CPU",
-)
+_BACKEND = replace(options.BACKEND, default_text="auto: that of the receipts")
 _SIZES = options.TP, options.DP, options.BATCH_SIZE, options.PREFILL_CHUNK
 _ACCEPT = Option(
     name="accept",
@@ -159,7 +152,7 @@ def run_command(
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
-        _check_same_bits(receipts[0], args.backend)
+        _check_same_bits(receipts[0], _backend_of(args, receipts[0]))
         outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
@@ -219,10 +212,15 @@ def _check_one_model(receipts: Sequence["Receipt"]) -> None:
                     )
 
 
-def _check_same_bits(receipt: "Receipt", asked: str | None) -> None:
+def _backend_of(args: argparse.Namespace, receipt: "Receipt") -> str:
+    """The kernels that check: those of the receipt, or others that are asked for."""
+    return receipt.build["backend"] if args.backend == options.AUTO else args.backend
+
+
+def _check_same_bits(receipt: "Receipt", asked: str) -> None:
     """See that the kernels that are asked for give the bits of those that made the receipt."""
     made_by = receipt.build["backend"]
-    if asked is None or made_by == asked:
+    if made_by == asked:
         return
     names = [backend.value for backend in Backend]
     if made_by not in names or Backend(made_by).gives_bits_of != Backend(asked).gives_bits_of:
@@ -390,7 +388,7 @@ def _open(
     ranks = [read_peft_config(module).max_rank for module in modules.values()]
     llm = LLM(
         folder,
-        backend=args.backend or first.build["backend"],
+        backend=_backend_of(args, first),
         tp=args.tp,
         dp=args.dp,
         profile=NumericsProfile(**first.numerics["profile"]),
@@ -436,8 +434,8 @@ def _compare_identity(
     )
 
     named = OF_ANOTHER_NAME if args.model is not None else ()
-    is_other = args.backend is not None and args.backend != first.build["backend"]
-    machine = OF_ANOTHER_MACHINE if is_other else ()
+    is_same = _backend_of(args, first) == first.build["backend"]
+    machine = () if is_same else OF_ANOTHER_MACHINE
     excused = (*args.accept, *ALWAYS_EXCUSED, *machine, *named)
     unlike = list(identity_differences(first, here))
     refused = [found for found in unlike if found[0] not in excused]

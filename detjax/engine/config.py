@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_MODEL = "draft_model"
+EAGLE3 = "eagle3"
+DRAFTS_OF_OTHERS = (DRAFT_MODEL, EAGLE3)
+"""Draft weights that are no form of the model's own."""
 OWN_DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
-DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, DRAFT_MODEL)
+DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, *DRAFTS_OF_OTHERS)
 SELF_CHECKS = ("off", "start", "always")
 
 AGEING_STEPS = 200
@@ -56,6 +59,9 @@ class EngineConfig:
         max_draft_batch: Most sequences that decode at once while drafts of a draft model or of the
             prompt are made. More decode without drafts, as a window of a large batch costs more
             than its drafts save. 0 sets no limit.
+        adapts_drafts: With drafts of a draft model, of a head or of the prompt: how many a window
+            has, or none, by what was quickest at this load (docs/speculation.md). Not in a job of
+            several processes, whose clocks differ.
         decode_steps: Tokens of a sequence in one launch, while all who run decode: the host
             launches once for all of them, which pays where a step takes the host longer than
             the device (small models). They are released together, what comes behind an end
@@ -69,7 +75,7 @@ class EngineConfig:
         draft_weights: What drafts are computed with. In `dvr` the weights as they are, or 8-bit
             ones, which take half as much memory again. In `dvr` and `invariant` also
             "draft_model": the weights of a smaller model, which `Engine` is given. It fills a
-            window in one launch.
+            window in one launch. Likewise "eagle3": an EAGLE-3 head.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
             text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.
@@ -100,6 +106,7 @@ class EngineConfig:
     verify_deadline: int = 64
     max_draft_fraction: float | None = None
     max_draft_batch: int = 0
+    adapts_drafts: bool = False
     decode_steps: int = 1
     steps_ahead: int | None = None
     draft_weights: str = "full"
@@ -153,7 +160,7 @@ class EngineConfig:
 
     def _check_drafts(self) -> None:
         """Check what drafts go with."""
-        by_model = self.draft_weights == DRAFT_MODEL
+        by_model = self.draft_weights in DRAFTS_OF_OTHERS
         modes = ("dvr", "invariant") if by_model else ("dvr",)
         if self.draft_weights != "full" and self.mode not in modes:
             needed = " or ".join(map(repr, modes))
@@ -174,8 +181,14 @@ class EngineConfig:
             raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
         if by_model and (self.verify_window < 2 or self.has_prompt_lookup):
             raise ValueError(
-                f"draft_weights={DRAFT_MODEL!r} needs verify_window={self.verify_window} above 1, "
-                f"a token and its drafts, and has_prompt_lookup={self.has_prompt_lookup} off"
+                f"draft_weights={self.draft_weights!r} needs verify_window={self.verify_window} "
+                "above 1, a token and its drafts, and has_prompt_lookup="
+                f"{self.has_prompt_lookup} off"
+            )
+        if self.adapts_drafts and not (by_model or self.has_prompt_lookup):
+            raise ValueError(
+                f"adapts_drafts=True needs has_prompt_lookup, or draft_weights of "
+                f"{DRAFTS_OF_OTHERS}, not {self.draft_weights!r}"
             )
         if self.max_draft_fraction is not None and not 0 <= self.max_draft_fraction <= 1:
             raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
@@ -199,6 +212,7 @@ class ReplicaConfig:
         max_tokens_per_step: Most tokens of a step, padding included.
         max_draft_fraction: Most share of drafted sequences among those that decode, at which they
             draft; above it the decode step is canonical and needs no verification.
+        draft_lens: Drafts of a window that can be made, ascending; one where nothing is chosen.
         ageing_steps: Steps of waiting that one level of priority is worth.
         has_prompt_lookup: Sequences that are not drafted wait for each result, so that the host can
             propose drafts from it.
@@ -223,6 +237,8 @@ class ReplicaConfig:
     max_prefill_streak: int
     max_draft_fraction: float
     max_draft_batch: int
+    adapts_drafts: bool
+    draft_lens: tuple[int, ...]
     decode_steps: int
     draft_weights: str
     ageing_steps: int
@@ -290,6 +306,8 @@ class ReplicaConfig:
             max_prefill_streak=config.max_prefill_streak,
             max_draft_fraction=max_draft_fraction(config, steps_beat_xla=steps_beat_xla),
             max_draft_batch=config.max_draft_batch,
+            adapts_drafts=config.adapts_drafts,
+            draft_lens=_draft_lens(config),
             decode_steps=config.decode_steps,
             draft_weights=config.draft_weights,
             ageing_steps=AGEING_STEPS,
@@ -297,6 +315,13 @@ class ReplicaConfig:
             has_prompt_lookup=config.has_prompt_lookup,
             self_check=config.self_check,
         )
+
+
+def _draft_lens(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of drafts among which is chosen: half of a window where fewer cost less."""
+    most = config.verify_window - 1
+    costs_by_draft = config.adapts_drafts and config.draft_weights in DRAFTS_OF_OTHERS
+    return tuple(sorted({max(1, most // 2), most})) if costs_by_draft else (most,)
 
 
 def check_config(config: EngineConfig, dp: int, context: int) -> None:

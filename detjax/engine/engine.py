@@ -5,6 +5,7 @@ Which requests share a step, in which slot, how a prompt is cut and which drafts
 decided by the scheduler, and none of it can change a bit of a deterministic answer.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -14,8 +15,17 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from detjax.engine import trace
-from detjax.engine.config import DRAFT_MODEL, EngineConfig, ReplicaConfig, check_config
+from detjax.engine.config import (
+    DRAFT_MODEL,
+    DRAFTS_OF_OTHERS,
+    EAGLE3,
+    EngineConfig,
+    ReplicaConfig,
+    check_config,
+)
 from detjax.engine.errors import (
     EngineFullError,
     EngineResetError,
@@ -54,6 +64,7 @@ from detjax.engine.weight_history import WeightHistory
 from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
 from detjax.models.adapters.adapter import Adapter
 from detjax.models.adapters.stack import num_adapter_slots
+from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
@@ -84,21 +95,22 @@ class Engine:
         tracer: trace.TracesEvents = trace.NO_TRACE,
         grammars: Grammars | None = None,
         drafters: abc.Sequence[Drafter] = HOST_DRAFTERS,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ):
         """Allocate the cache.
 
         Args:
             model: On its mesh.
             config: Sizes and policies.
-            candidates: Replaces the drafts of `dvr`, to test that no draft can change an answer.
+            candidates: Replaces the drafts of `dvr` and of a head, to test that no draft can
+                change an answer.
             programs: `programs` of another engine of this model and these sizes, whose compiled
                 programs and candidates are used; None compiles new ones.
             tracer: Keeps a timeline.
             grammars: Of the model's tokenizer, for requests with structured output.
             drafters: Sources of drafts on the host, where `config` has `has_prompt_lookup`.
             draft_model: On the mesh of `model`; makes the drafts where `config.draft_weights` is
-                "draft_model", and is not used elsewhere.
+                "draft_model", or "eagle3" of an `EagleHead`, and is not used elsewhere.
 
         Raises:
             ValueError: If sizes do not divide over replicas, the context is too short, or there is
@@ -113,6 +125,9 @@ class Engine:
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
         )
         _check_adapters(model, config)
+        if jax.process_count() > 1:
+            # WHY: each process plans its own steps, and their clocks differ.
+            replica = dataclasses.replace(replica, adapts_drafts=False)
         draft_model = self._checked_draft_model(draft_model, model, config)
         self._model, self._config = model, config
         self._stats = EngineStats(num_pages=dp * replica.num_pages)
@@ -147,15 +162,22 @@ class Engine:
 
     @staticmethod
     def _checked_draft_model(
-        draft_model: LoadedModel | None, model: LoadedModel, config: EngineConfig
-    ) -> LoadedModel | None:
+        draft_model: AnyDraftModel | None, model: LoadedModel, config: EngineConfig
+    ) -> AnyDraftModel | None:
         """The draft model, if the configuration wants one."""
-        if config.draft_weights != DRAFT_MODEL:
+        if config.draft_weights not in DRAFTS_OF_OTHERS:
             return None
         if draft_model is None:
             raise ValueError(
-                f"draft_weights={DRAFT_MODEL!r} needs a draft model; give Engine(draft_model=...), "
-                "or speculative_config with a model to detjax.LLM"
+                f"draft_weights={config.draft_weights!r} needs a draft model; give "
+                "Engine(draft_model=...), or speculative_config with a model to detjax.LLM"
+            )
+        is_head = isinstance(draft_model, EagleHead)
+        if is_head != (config.draft_weights == EAGLE3):
+            have, needed = ("an EAGLE-3 head", EAGLE3) if is_head else ("a model", DRAFT_MODEL)
+            raise ValueError(
+                f"draft_weights={config.draft_weights!r} does not go with {have} as draft_model; "
+                f"give {needed!r}"
             )
         check_draft_model(draft_model, model, max_len=config.max_len)
         return draft_model

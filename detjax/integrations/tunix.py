@@ -25,6 +25,7 @@ from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.models.params import tensor_specs
 from detjax.models.tokenizer import Tokenizer
+from detjax.models.weights.reading import readings
 from detjax.training.batch import Batch
 from detjax.training.forward import final_hidden, output_head
 from detjax.training.logits import logits_lse, token_logits
@@ -95,10 +96,16 @@ class DetjaxActor(nnx.Module):
             remat: Keep one activation a layer for the backward pass and compute the rest again.
 
         Raises:
-            ValueError: If the model is on several devices.
+            ValueError: If the model is on several devices, or its checkpoint does not store the
+                tensors that are trained.
         """
         if model.mesh.size != 1:
             raise ValueError(f"the actor's model is on {model.mesh.size} devices; load it on one")
+        if found := readings(model.config, model.profile.param_dtype):
+            raise ValueError(
+                f"an actor of {model.config.family!r} is not supported: its checkpoint does not "
+                f"store {next(iter(found))!r} as it is trained"
+            )
         self.ctx = ForwardContext(
             config=model.config, profile=model.profile, backend=model.backend, tp=1
         )

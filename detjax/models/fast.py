@@ -63,7 +63,7 @@ class FastOps:
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Write keys and values, then attend over the cache."""
         cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
-        cache, heads = _attention_layer(
+        cache, heads = attention_layer(
             self.ctx, weights, stream.x, cos, sin, cache, self.tokens, layer_idx
         )
         if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
@@ -76,8 +76,8 @@ class FastOps:
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
-        gate_up = _product(stream.x, weights["gate_up"], stream.x.dtype)
-        return _geglu(gate_up) if self.ctx.config.gating is Gating.GEGLU else _swiglu(gate_up)
+        gate_up = product(stream.x, weights["gate_up"], stream.x.dtype)
+        return _geglu(gate_up) if self.ctx.config.gating is Gating.GEGLU else swiglu(gate_up)
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A product, a sum over ranks, a sum, a norm."""
@@ -86,7 +86,7 @@ class FastOps:
     def norm_add(self, x, w, bias, gains, stream: Stream) -> Stream:
         """A product, a sum over ranks, a norm, a sum, a norm."""
         product = _row_parallel(self.ctx, x, w, bias)
-        added = _rms_norm(product, gains.after, self.ctx.config.rms_norm_eps)
+        added = rms_norm(product, gains.after, self.ctx.config.rms_norm_eps)
         return self._normalised(stream.residual + added, gains.before)
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
@@ -97,7 +97,7 @@ class FastOps:
     def _normalised(self, residual, gain) -> Stream:
         if gain is None:
             return Stream(residual, residual)
-        return Stream(residual, _rms_norm(residual, gain, self.ctx.config.rms_norm_eps))
+        return Stream(residual, rms_norm(residual, gain, self.ctx.config.rms_norm_eps))
 
 
 def forward_fast(
@@ -139,7 +139,7 @@ def local_logits_fast(
     ctx: ForwardContext, params: dict, hidden: Activation[Array, "M D"]
 ) -> Float32[Array, "M v"]:
     """This rank's share of the float32 logits; columns past the vocabulary are -inf. No claim."""
-    logits = _product(hidden, params["lm_head"], jnp.float32)
+    logits = product(hidden, params["lm_head"], jnp.float32)
     cap = ctx.config.logits_softcap
     return mask_padding(ctx, logits if cap is None else cap * jnp.tanh(logits / cap))
 
@@ -219,7 +219,7 @@ def _narrow(w: Activation[Array, "O I"], name: str) -> dict[str, jax.Array]:
     return {"q": scaled.astype(name), "scale": scale}
 
 
-def _product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array, "M O"]:
+def product(x: Activation[Array, "M i"], w: Any, out_dtype) -> Activation[Array, "M O"]:
     """`x @ w.T` with float32 sums; 8-bit weights are widened to the dtype of `x` on the way."""
     if isinstance(w, dict):
         out = jnp.dot(x, w["q"].astype(x.dtype).T, preferred_element_type=jnp.float32)
@@ -232,11 +232,11 @@ def _row_parallel(ctx: ForwardContext, x: Activation[Array, "M i"], w: Any, bias
     """Multiply by weights that are split over ranks; the sum over all inputs, on every rank."""
     if ctx.tp > 1 and isinstance(w, W8A8Matrix):
         # Ranks own outputs of such weights.
-        out = gather_columns(_product(gather_columns(x, TP_AXIS), w, x.dtype), TP_AXIS)
+        out = gather_columns(product(gather_columns(x, TP_AXIS), w, x.dtype), TP_AXIS)
     elif ctx.tp > 1:
-        out = lax.psum(_product(x, w, jnp.float32), TP_AXIS).astype(x.dtype)
+        out = lax.psum(product(x, w, jnp.float32), TP_AXIS).astype(x.dtype)
     else:
-        out = _product(x, w, x.dtype)
+        out = product(x, w, x.dtype)
     return out if bias is None else out + bias.astype(x.dtype)[None]
 
 
@@ -270,7 +270,7 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
     """A mixture of experts; the sum, on every rank."""
     config = ctx.config.experts
     assert config is not None  # whoever has a router
-    logits = _product(x, weights["router"], jnp.float32)[:, : config.num_experts]
+    logits = product(x, weights["router"], jnp.float32)[:, : config.num_experts]
     ctx.taps.see("router_logits", logits)
     chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
     if config.renormalise:
@@ -284,21 +284,23 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
     order = jnp.argsort(slots)
     group_sizes = jnp.bincount(slots, length=num_local + 1)[:num_local].astype(jnp.int32)
     rows = (order // config.top_k).astype(jnp.int32)
-    gated = _swiglu(ragged_product(x[rows], weights["expert_gate_up"], group_sizes))
+    gated = swiglu(ragged_product(x[rows], weights["expert_gate_up"], group_sizes))
     y = ragged_product(gated, weights["expert_down"], group_sizes)
     y = jnp.where(slots[order][:, None] < num_local, y, 0)
     out = scatter_experts(y, chosen.reshape(-1)[order], rows, x.shape[0])
     return (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """Divide each row by its root mean square, in float32; no claim."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     gain = lax.broadcast_to_rank(gain.astype(jnp.float32), x.ndim)
     return (wide * scale * gain).astype(x.dtype)
 
 
-def _swiglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
+def swiglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
+    """Gates, then ups: `silu(gate) * up`, in float32; no claim."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
@@ -315,7 +317,7 @@ def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def _attention_layer(
+def attention_layer(
     ctx: ForwardContext,
     weights: dict,
     x: Activation[Array, "M D"],
@@ -327,7 +329,7 @@ def _attention_layer(
 ) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Write keys and values, then attend over the cache."""
     config, eps = ctx.config, ctx.config.rms_norm_eps
-    qkv = _product(x, weights["qkv"], x.dtype)
+    qkv = product(x, weights["qkv"], x.dtype)
     if "qkv_bias" in weights:
         qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
     ctx.taps.see("qkv", qkv, Share.COLUMNS)
@@ -345,7 +347,7 @@ def _attention_layer(
         return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
     if gains is not None:
-        q, k = _rms_norm(q, gains[0], eps), _rms_norm(k, gains[1], eps)
+        q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
     q, k = _rope(q, cos, sin), _rope(k, cos, sin)
     pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)

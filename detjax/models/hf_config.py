@@ -109,7 +109,7 @@ def read_quantization(folder: Path) -> QuantizationScheme | None:
     if not path.is_file():
         return None
     try:
-        return parse_quantization(_read_object(path))
+        return parse_quantization(read_object(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -128,8 +128,8 @@ def load_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder with a Hugging Face model")
     generation_path = folder / "generation_config.json"
-    generation = _read_object(generation_path) if generation_path.is_file() else {}
-    values = _read_object(path)
+    generation = read_object(generation_path) if generation_path.is_file() else {}
+    values = read_object(path)
     try:
         config = config_from_hf(values, generation=generation)
     except ValueError as error:
@@ -140,7 +140,7 @@ def load_config(folder: Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos_id))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds one object."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; it is no configuration")

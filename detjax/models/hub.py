@@ -9,6 +9,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
+from detjax.models.eagle.config import check_is_head, refuse_head
 from detjax.models.folder_kind import check_kind
 from detjax.models.hf_config import load_config
 from detjax.models.weights.files import check_files
@@ -36,11 +37,12 @@ def find_model(name: str | Path, *, revision: str | None = None) -> Path:
     return resolve_model(str(name), revision=revision)
 
 
-def check_model(name: str | Path, *, revision: str | None = None) -> None:
+def check_model(name: str | Path, *, revision: str | None = None, is_head: bool = False) -> None:
     """See that a model is there and can be read, before JAX starts and before it is downloaded.
 
     Of a folder: that its configuration is known and every file of weights is there. Of a Hugging
-    Face id: that there is such a repository, and its configuration is known.
+    Face id: that there is such a repository, and its configuration is known. Where it must be an
+    EAGLE-3 head, that its configuration is one of a head.
 
     Raises:
         FileNotFoundError, PermissionError, ValueError: As `resolve_model` and `load_config` say.
@@ -50,7 +52,11 @@ def check_model(name: str | Path, *, revision: str | None = None) -> None:
         check_files(folder)
     else:
         folder = _snapshot(str(name), revision, SMALL_FILES)
-    load_config(folder)
+    if is_head:
+        check_is_head(folder)
+    else:
+        refuse_head(folder)
+        load_config(folder)
 
 
 def resolve_model(name_or_path: str, *, revision: str | None = None) -> Path:

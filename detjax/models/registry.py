@@ -39,6 +39,17 @@ _QWEN = _SHARED | {
     "eos_token_id": None,
 }
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GLM = _SHARED | {
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "bos_token_id": None,
+    "eos_token_id": [151329, 151336, 151338],
+    "attention_bias": True,
+}
 _OLMO = _SHARED | {
     "vocab_size": 50304,
     "intermediate_size": 11008,
@@ -290,23 +301,42 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="glm4",
         architectures=("Glm4ForCausalLM",),
-        defaults=_SHARED
-        | {
-            "vocab_size": 151552,
-            "intermediate_size": 13696,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1.5625e-7,
-            "bos_token_id": None,
-            "eos_token_id": [151329, 151336, 151338],
-            "attention_bias": True,
-        },
+        defaults=_GLM,
         partial_rotary=0.5,
         qkv_bias=BiasRule.AS_CONFIGURED,
         norms=NormPlacement.BOTH,
         is_interleaved=True,
         fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    # GLM-4 (9B chat, its first form): GLM-4 without the norms after.
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        defaults=_GLM,
+        partial_rotary=0.5,
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        is_interleaved=True,
+        fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    # ERNIE 4.5 (dense): Llama with rotated pairs of neighbours.
+    Family(
+        name="ernie4_5",
+        architectures=("Ernie4_5ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        is_interleaved=True,
+        checked={"use_bias": (False, None)},
     ),
     # OLMo 2: norms after attention and feed-forward layer, and over all heads of q and of k.
     Family(

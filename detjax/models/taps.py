@@ -7,9 +7,11 @@ Where an operation is one kernel, what lies inside cannot be seen: the tap is th
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from detjax.models.transformer import AfterGains, DecoderOps, Stream
 
@@ -152,3 +154,42 @@ class WatchedOps:
     def _see_norm(self, name: str, stream: Stream) -> None:
         if stream.x is not None:
             self._taps.see(name, stream.x)
+
+
+class FeatureTaps:
+    """Keeps the input residual streams of some layers while one program is traced.
+
+    Where a mixture of experts is fewer operations without taps, each is one of its own here: the
+    bits are the same.
+    """
+
+    def __init__(self, layers: Sequence[int]):
+        """Keep those of these layers, each from 1 on."""
+        self._layers = layers
+        self._place: tuple[int | None, str] = None, ""
+        self._found: dict[int, jax.Array] = {}
+
+    def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
+        """See the results of `ops`."""
+        return WatchedOps(ops, self, self._enter, num_layers=num_layers)
+
+    def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
+        """Keep what a layer leaves to one of those wanted.
+
+        Raises:
+            NotImplementedError: If ranks share it.
+        """
+        layer_idx, prefix = self._place
+        if name != "residual" or prefix != "down_" or layer_idx is None:
+            return
+        if layer_idx + 1 in self._layers:
+            if share is not Share.WHOLE:
+                raise NotImplementedError(f"a residual stream that ranks share by {share.value}")
+            self._found[layer_idx + 1] = value
+
+    def features(self) -> jax.Array:
+        """Return the streams of each token side by side, in the order of the layers, [M, X]."""
+        return jnp.concatenate([self._found[layer] for layer in self._layers], axis=1)
+
+    def _enter(self, layer_idx: int | None, prefix: str = "") -> None:
+        self._place = layer_idx, prefix

@@ -85,8 +85,11 @@ def _compiled() -> Path:
         os.close(handle)
         headers = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
-        _output_of([compiler, *flags, *headers, source, "-o", unfinished])
-        os.replace(unfinished, path)
+        try:
+            _output_of([compiler, *flags, *headers, source, "-o", unfinished])
+            os.replace(unfinished, path)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
     return path
 
 
@@ -104,7 +107,7 @@ def library() -> ctypes.CDLL:
     loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
-        jax.ffi.register_ffi_target(f"detjax_{name}", handler, platform=Backend.REFERENCE.platform)
+        jax.ffi.register_ffi_target(f"{PREFIX}{name}", handler, platform=Backend.REFERENCE.platform)
     return loaded
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on small drawn inputs, to compare the bits of two backends.
+"""Operations on small drawn inputs, and whole answers, to compare the bits of two backends.
 
 The inputs come from seeds alone, so that two machines need exchange results only. Shapes are such
 as every backend takes: channels of 64 and 128, widths of several forms of the row sum.
@@ -7,12 +7,17 @@ as every backend takes: channels of 64 and 128, widths of several forms of the r
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from detjax.engine.requests.request import Request
+from detjax.models.bundled import bundled_model_path
+from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import api as linear
@@ -21,6 +26,12 @@ from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
 from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.testing.dummies import (
+    adjusted_requests,
+    dummy_config,
+    dummy_model,
+    mixed_requests,
+)
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
@@ -232,6 +243,44 @@ def operation_cases() -> dict[str, Run]:
             *_choice_cases(np.random.default_rng(4)),
         ]
     )
+
+
+def _bundled(backend: Backend) -> LoadedModel:
+    model, _ = load_on_devices(
+        bundled_model_path(), profile=PROFILE, backend=backend.value, dp=1, tp=1
+    )
+    return model
+
+
+def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Request]]]:
+    """Return models by name, each with its requests: the bundled one, and others of random weights.
+
+    A model is made by calling what stands for it with a backend.
+    """
+    small: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 384}
+    configs = {
+        "head 64, q/k norm": dummy_config(
+            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, **small
+        ),
+        "head 128, biases, window": dummy_config(
+            hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
+            window=100, **small,
+        ),
+        "two layers of 8B": dummy_config(
+            hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+            vocab_size=4096,
+        ),
+    }  # fmt: skip
+    cases: dict[str, tuple[Callable[[Backend], LoadedModel], list[Request]]] = {
+        name: (
+            lambda backend, config=config: dummy_model(config, backend=backend),
+            mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24),
+        )
+        for name, config in configs.items()
+    }
+    requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
+    requests += adjusted_requests(vocab_size=4096, max_tokens=24)
+    return {"bundled": (_bundled, requests), **cases}
 
 
 def as_bits(array) -> np.ndarray:

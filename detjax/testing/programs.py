@@ -33,6 +33,7 @@ def plain_key(
     weights: str = "full",
     logit_rows: int = 0,
     leaves_hidden: bool = False,
+    leaves_features: bool = False,
 ) -> ProgramKey:
     """Return the key of a plain program."""
     return ProgramKey(
@@ -44,6 +45,7 @@ def plain_key(
         weights=weights,
         logit_rows=logit_rows,
         leaves_hidden=leaves_hidden,
+        leaves_features=leaves_features,
     )
 
 

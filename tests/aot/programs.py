@@ -49,6 +49,7 @@ from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
+from detjax.testing.eagle import abstract_head, dummy_eagle
 from detjax.testing.programs import plain_key, programs_for
 from detjax.testing.shapes import MOE_SHAPES
 
@@ -440,6 +441,18 @@ def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
+def pressed_head(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProgram:
+    """A program of an EAGLE-3 head with a vocabulary of its own, or one that leaves it features."""
+    model = abstract_model(4, PRESSED_BYTES)
+    eagle = dummy_eagle(model.config, draft_vocab_size=32000)
+    head = abstract_head(model, eagle)
+    programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=head)
+    mode: KernelMode = "invariant" if weights == "full" else "fast"
+    key = plain_key(kind, mode=mode, weights=weights, leaves_features=weights == "full", **sizes)
+    params = model.params if weights == "full" else head.params_beside(model.params)
+    return aot.inspect_program(lambda: programs.get(key, params))
+
+
 def choice(
     rows: int, *, length: int = 1, with_filters: bool = False, num_top: int = 0
 ) -> ChoiceKey:
@@ -574,6 +587,21 @@ PROGRAMS = {
     "pressed_draft_window": lambda: pressed_draft("decode", rows=8, table_len=10, length=3),
     "pressed_draft_window_one": lambda: pressed_draft("decode", rows=1, table_len=34, length=5),
     "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
+    "pressed_features": lambda: pressed_head(
+        "prefill", weights="full", rows=1, table_len=10, length=512
+    ),
+    "pressed_features_of_windows": lambda: pressed_head(
+        "verify", weights="full", rows=8, table_len=10, length=4
+    ),
+    "pressed_head_prefill": lambda: pressed_head(
+        "prefill", weights="eagle3", rows=1, table_len=10, length=512
+    ),
+    "pressed_head_window": lambda: pressed_head(
+        "decode", weights="eagle3", rows=8, table_len=10, length=3
+    ),
+    "pressed_head_window_one": lambda: pressed_head(
+        "decode", weights="eagle3", rows=1, table_len=34, length=3
+    ),
     # Logits are left where they are made, or in the first rows of what a choice program reads.
     "pressed_leaves_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=8),
     "pressed_leaves_few_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=16),

@@ -78,7 +78,8 @@ from detjax.cli import errors
         ),
         (
             ("--prompt", "a", "--speculative-config", '{"method": "medusa"}'),
-            "--speculative-config: method='medusa' must be one of ['ngram', 'draft_model']",
+            "--speculative-config: method='medusa' must be one of ['ngram', 'suffix', "
+            "'draft_model', 'eagle3']",
         ),
         (
             ("--prompt", "a", "--speculative-config", '{"model": "./none"}'),

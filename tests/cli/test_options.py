@@ -42,6 +42,8 @@ DIFFERENT = {
     ("quantize", "output", "help"): "a model is a folder",
     ("quantize", "output", "metavar"): "a model is a folder",
     ("quantize", "output", "type"): "a model is a folder",
+    ("audit", "backend", "default"): "a receipt names its kernels",
+    ("replay", "backend", "default"): "a receipt names its kernels",
     ("audit", "revision", "default"): "a receipt names its revision",
     ("replay", "revision", "default"): "a receipt names its revision",
     ("certify", "max_len", "default"): "longer sequences take a CPU too long",

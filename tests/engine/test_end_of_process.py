@@ -25,7 +25,9 @@ device._starts_copies = device._starts_copies or sys.argv[1] == "copies"
 slow = jax.jit(lambda x: jax.lax.fori_loop(0, 80, lambda i, x: jnp.tanh(x @ x), x)[:1])
 x = jnp.ones((600, 600), jnp.float32)
 jax.block_until_ready(slow(x))
-key = types.SimpleNamespace(name="slow", logit_rows=0, leaves_hidden=False, weights="full")
+key = types.SimpleNamespace(
+    name="slow", logit_rows=0, leaves_hidden=False, leaves_features=False, weights="full"
+)
 launched = device.run(key, lambda params, tables, *state: (slow(x),), llm.model.params)
 assert not launched.result().choice.is_ready()
 """

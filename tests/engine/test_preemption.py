@@ -15,8 +15,8 @@ def config(num_pages: int) -> ReplicaConfig:
         mode="dvr", num_replicas=1, num_slots=2, num_pages=num_pages, page_len=PAGE,
         table_lens=(num_pages,), prefill_shapes=((2, 8),), decode_sizes=(2,), verify_sizes=(1,),
         verify_window=4, verify_patience=50, verify_deadline=50, max_tokens_per_step=100,
-        max_prefill_streak=1, max_draft_fraction=1.0, max_draft_batch=0, decode_steps=1,
-        draft_weights="full",
+        max_prefill_streak=1, max_draft_fraction=1.0, max_draft_batch=0,
+        adapts_drafts=False, draft_lens=(3,), decode_steps=1, draft_weights="full",
         ageing_steps=10, has_prefix_cache=False, has_prompt_lookup=False, self_check="off",
     )  # fmt: skip
 

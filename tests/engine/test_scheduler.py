@@ -44,6 +44,8 @@ CONFIG = ReplicaConfig(
     max_prefill_streak=0,
     max_draft_fraction=1.0,
     max_draft_batch=0,
+    adapts_drafts=False,
+    draft_lens=(3,),
     decode_steps=2,
     draft_weights="full",
     ageing_steps=10,
@@ -68,7 +70,7 @@ class Device:
         self.windows: dict[tuple[int, int], list[int]] = {}  # of each slot: committed, drafts
         self.prefixes: dict[tuple[int, int], list[int]] = {}  # all tokens up to the committed one
         self.is_right = lambda: True
-        self.drafter = DraftCache(config)
+        self.drafter = HeadCache() if config.draft_weights == "eagle3" else DraftCache(config)
         self.end: int | None = 3
         self.in_flight: list[tuple] = []
 
@@ -133,7 +135,7 @@ class Device:
         # The device counts the drafts of a slot, and the host those of a sequence.
         assert len(self.windows[key]) == row.seq.num_drafts - row.num_tokens * row.is_draft
         kind = "canonical" if row.seq.is_canonical and not row.is_draft else "draft"
-        has_model = row.is_draft and self.config.draft_weights == "draft_model"
+        has_model = row.is_draft and self.config.draft_weights in ("draft_model", "eagle3")
         most = self.config.verify_window - 1 if has_model else self.config.decode_steps
         assert 1 <= row.num_tokens <= most
         if has_model:
@@ -157,6 +159,7 @@ class Device:
         assert len(drafts) == row.num_drafts < self.config.verify_window
         tokens = self.prefixes[key]
         self.write(row.seq, tokens + drafts, len(tokens) - 1, kind="canonical")
+        self.drafter.verify(row.seq, tokens, num_drafts=row.num_drafts)
         chosen = []
         for draft in [*drafts, None]:
             chosen.append(self.token_after(tokens + chosen))
@@ -225,6 +228,9 @@ class DraftCache:
         self.write(seq, tokens, len(tokens) - 2)
         self.first[key] = committed - 1
 
+    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int) -> None:
+        """A draft model reads nothing that a verification leaves."""
+
     def run(self, seq: Sequence, tokens: list[int]) -> None:
         """Run the newest token, which reads all before it."""
         self.write(seq, tokens, len(tokens) - 1)
@@ -233,6 +239,34 @@ class DraftCache:
                 place = seq.pages[position // PAGE] * PAGE + position % PAGE
                 found = self.written.get((seq.replica, place))
                 assert found == tuple(tokens[: position + 1]), "read another entry"
+
+
+class HeadCache:
+    """What an EAGLE-3 head drafts from: the hidden states of the step before, and of no other.
+
+    Where it has missed tokens its cache has holes, which cost acceptance alone.
+    """
+
+    def __init__(self):
+        # Of each slot: position of the first hidden state, and how many there are.
+        self.left: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def prefill(self, seq: Sequence, tokens: list[int], start: int, *, is_last: bool) -> None:
+        if is_last and seq.is_drafted:
+            self.left[seq.replica, seq.slot] = len(tokens) - 1, 1
+
+    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int) -> None:
+        self.left[seq.replica, seq.slot] = len(tokens) - 1, num_drafts + 1
+
+    def begin(self, row: DecodeRow, tokens: list[int], *, committed: int) -> None:
+        assert len(tokens) == committed, "a window is drafted in one launch"
+        assert row.missed_from is None
+        first, count = self.left[row.seq.replica, row.seq.slot]
+        assert 1 <= committed - 1 - first <= count, "hidden states of another step"
+
+    def run(self, seq: Sequence, tokens: list[int]) -> None:
+        """Its entries are on pages that the sequence holds."""
+        assert (len(tokens) - 1) // PAGE < len(seq.pages)
 
 
 class Simulation:
@@ -274,6 +308,9 @@ class Simulation:
         self.failed += batch.failed
         self.device.launch(batch)
         self.scheduler.confirm_launch()
+        # Any times: what was quickest changes from block to block, at the same load.
+        seconds = 0.01 + hash((self.num_steps // 40, self.scheduler.draft_plan.drafts)) % 7
+        self.scheduler.note_step(self.scheduler.draft_plan, seconds=seconds, tokens=1)
         if len(self.device.in_flight) > self.steps_ahead:
             self.device.note_read()
         return batch
@@ -336,7 +373,9 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
         verify_deadline=int(rng.choice([1, 6, 50])),
         max_draft_fraction=float(rng.choice([0.0, 0.6, 1.0, 1.0])),
         max_draft_batch=int(rng.choice([0, 0, 1, 2])),
-        draft_weights="draft_model" if has_model else "full",
+        adapts_drafts=bool((has_model or has_prompt_lookup) and rng.random() < 0.5),
+        draft_lens=(*[(window - 1) // 2] * (has_model and window > 2), window - 1),
+        draft_weights=str(rng.choice(["draft_model", "eagle3"])) if has_model else "full",
         decode_steps=1 if has_prompt_lookup else int(rng.integers(1, max(2, window))),
         ageing_steps=int(rng.choice([0, 1, 10])),
         has_prefix_cache=bool(rng.random() < 0.5),

@@ -2,6 +2,7 @@
 """Every source of drafts, right or wrong, changes the time of an answer and no bit of it."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -11,12 +12,14 @@ import pytest
 
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
+from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import programs as programs_module
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
+from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -279,6 +282,18 @@ def test_prompt_lookup_changes_no_bit(engine, plain):
     assert made.stats().drafts["ngram"].num_windows > 0
 
 
+@pytest.mark.invariance
+def test_suffix_decoding_changes_no_bit_and_drafts_answers_of_before(engine, plain):
+    speculative = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 3})
+    made = engine(drafters=speculative.drafters(), **NGRAM)
+    assert_same(made.generate(requests()), plain)
+    first = made.stats().drafts.get("suffix", DraftCounts())
+    assert_same(made.generate(requests()), plain)
+    both = made.stats().drafts["suffix"]
+    again = both.accepted_tokens - first.accepted_tokens
+    assert again > 0.6 * (both.draft_tokens - first.draft_tokens) > 10
+
+
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_a_draft_outside_the_vocabulary_ends_its_sequence_alone(engine, plain, token):
     class Outside:
@@ -374,6 +389,13 @@ def test_options_that_do_not_go_with_a_draft_model_are_refused(changes, message)
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must"),
         ({"method": "ngram", "disable_by_batch_size": -1}, "disable_by_batch_size=-1 must be"),
         ({"method": "ngram", "tokens": 2}, "'tokens' is no field"),
+        ({"method": "eagle3"}, "model='' with method='eagle3': give one"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "from 2 to 65536"),
+        (
+            {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
+            "suffix_decoding_max_tree_depth is of method='suffix', not 'ngram'",
+        ),
     ],
 )
 def test_a_wrong_speculative_config_is_refused(given, message):
@@ -391,3 +413,44 @@ def test_a_speculative_config_says_what_an_engine_does():
     assert config.verify_batches == (1,) and config.draft_weights == "draft_model"
     lookup = EngineConfig(**SpeculativeConfig(method="ngram").engine_options())
     assert lookup.has_prompt_lookup and lookup.draft_weights == "full"
+
+
+# ------------------------------------------------------------------------------- chosen by itself
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("options", [DRAFT_MODEL, NGRAM], ids=["draft model", "ngram"])
+def test_a_chosen_number_of_drafts_changes_no_bit(engine, draft, monkeypatch, options):
+    """Over a run with no drafts, few and a full window, as a clock that lies has them chosen."""
+    draft.replace_weights(weights_of("the same weights"))
+    asked = [
+        Request(
+            prompt_token_ids=(3, 1, 4, 1, i),
+            sampling=SamplingParams(max_tokens=150, temperature=0.8, seed=i),
+        )
+        for i in range(2)
+    ]
+    expected = engine(max_len=256).generate(asked)
+    chosen = itertools.cycle([3] * 5 + [1] * 7 + [0] * 6)
+    monkeypatch.setattr(DraftChoice, "choose", lambda self, num_decoding: next(chosen))
+    knowing = Knowing([(asked[done.request_idx], done) for done in expected])
+    made = engine(adapts_drafts=True, drafters=(knowing,), **options)
+    assert_same(made.generate(asked), expected)
+    assert 10 < made.stats().num_windows
+    if options is DRAFT_MODEL:
+        names = {key.name for key in made.programs if key.weights == "draft_model"}
+        assert any(" 2x1 " in name for name in names) and any(" 2x3 " in name for name in names)
+
+
+def test_the_engine_notes_what_its_steps_take(engine, draft):
+    draft.replace_weights(weights_of("the same weights"))
+    made = engine(adapts_drafts=True, **DRAFT_MODEL)
+    sampling = SamplingParams(max_tokens=200, temperature=0.8, seed=1)
+    made.generate([Request(prompt_token_ids=(3, 1, 4), sampling=sampling)])
+    rates = made._scheduler._speculation._choice.rates(1)
+    assert rates.keys() >= {0, 3} and all(rate > 0 for rate in rates.values())
+
+
+def test_choosing_drafts_without_a_source_of_them_is_refused():
+    with pytest.raises(ValueError, match="adapts_drafts=True needs has_prompt_lookup, or"):
+        EngineConfig(adapts_drafts=True)

@@ -183,6 +183,11 @@ def test_what_is_not_supported_is_refused(tunix, actor, make_rollout):
         make_rollout(object())
     with pytest.raises(ValueError, match="the actor's model is on 2 devices"):
         adapter.DetjaxActor(bundled(2))
+    folder = Path(__file__).parents[1] / "golden" / "hf" / "olmo2"
+    sizes = {"mesh": make_mesh(1, 1), "backend": Backend.PORTABLE}
+    other = load_model(str(folder), profile=NumericsProfile(), **sizes)
+    with pytest.raises(ValueError, match="an actor of 'olmo2' is not supported"):
+        adapter.DetjaxActor(other)
     with pytest.raises(ValueError, match="no packing"):
         actor(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
     with pytest.raises(ValueError, match=r"temperature 0\.5 is not supported"):

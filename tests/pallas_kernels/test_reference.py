@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from detjax.models.abstract import why_unsupported
-from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.backend import Backend
@@ -20,12 +18,12 @@ from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.reference_tables import FIRST, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
-from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
 from detjax.testing.operation_cases import (
     PRODUCT_KINDS,
+    answer_cases,
     digest_of,
     draw_operands,
     operation_cases,
@@ -170,16 +168,19 @@ def test_operations_have_the_bits_of_a_gpu(name):
     assert digest_of(operation_cases()[name](Backend.REFERENCE)) == GOLDEN["cases"][name]
 
 
+ANSWERED = quick_and_slow(
+    [("bundled", 2)], [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8)]
+)
+
+
 @pytest.mark.golden
-@pytest.mark.parametrize("count", quick_and_slow([2], [len(GOLDEN["answers"])]))
-def test_whole_answers_have_the_bits_of_a_gpu(count):
-    """Of the bundled model, greedy and sampled, in another batch than on the GPU."""
-    model = load_model(
-        str(bundled_model_path()), profile=NumericsProfile(), mesh=make_mesh(1, 1), **ON
-    )
-    requests = mixed_requests(count, vocab_size=4096, max_tokens=48)
-    got = [a.digest()[:16] for a in answers(model, requests, batch_size=count, prefill_chunk=128)]
-    assert got == [GOLDEN["answers"][f"bundled {i}"] for i in range(count)]
+@pytest.mark.parametrize(("name", "count"), ANSWERED)
+def test_whole_answers_have_the_bits_of_a_gpu(name, count):
+    """Greedy and sampled, with filters and penalties, in another batch than on the GPU."""
+    make, requests = answer_cases()[name]
+    got = answers(make(Backend.REFERENCE), requests[:count], batch_size=2, prefill_chunk=128)
+    expected = [GOLDEN["answers"][f"{name} {i}"] for i in range(count)]
+    assert [answer.digest()[:16] for answer in got] == expected
 
 
 # ------------------------------------------------------------------------------------ the backend

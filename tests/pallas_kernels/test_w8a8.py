@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
@@ -44,6 +45,7 @@ from detjax.pallas_kernels.linear.tiles import (
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -156,6 +158,23 @@ def test_rows_are_quantised_as_the_definition_says(backend, dtype, width):
     assert_bitwise_equal(found.scales[: len(rows)], scales, claim="scales")
     assert np.abs(values.astype(np.float32)).max() == LARGEST[dtype.name]
     assert (values[1].view(np.uint8) == 0).all() and scales[1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_are_quotients_in_programs_of_several_devices(dtype):
+    """XLA makes a division by a scalar a product with its reciprocal in such programs."""
+    rows = drawn_rows(512, 256)
+    peaks = np.abs(rows.astype(np.float32)).max(axis=1)
+    largest = np.float32(LARGEST[dtype.name])
+    quotients = peaks / largest
+    step = jax.shard_map(
+        lambda x: w8a8.quantize_rows(x, dtype=dtype, backend=Backend.PORTABLE).scales,
+        mesh=make_mesh(1, 2), in_specs=P(), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found = jax.jit(step)(jnp.asarray(rows))
+    assert_bitwise_equal(found, quotients, claim="scales on two devices")
+    # The comparison can fail.
+    assert count_different_bits(peaks * (np.float32(1) / largest), quotients)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from detjax.engine.config import DRAFT_MODEL, EngineConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EngineConfig
 from detjax.engine.errors import LayoutError
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.request_output import FinishReason
@@ -187,7 +187,7 @@ class InputProcessor:
             guide = self._grammars.masked(request.sampling, ends=ends)
         most_len = len(request.prompt_token_ids) + request.sampling.max_tokens
         is_drafted = mode == "dvr" and request.is_deterministic
-        is_drafted |= mode == "invariant" and self._config.draft_weights == DRAFT_MODEL
+        is_drafted |= mode == "invariant" and self._config.draft_weights in DRAFTS_OF_OTHERS
         return Sequence(
             request_id=arrival.request_id,
             sequence_idx=sequence_idx,

@@ -97,7 +97,8 @@ class Sequence:
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
         num_in_flight: Most tokens that results not read yet may commit.
         drafter_len: Leading tokens that a draft model has run, where it has missed later ones in
-            steps without drafts; None where it has missed none.
+            steps without drafts; None where it has missed none. Of a head, what it has missed
+            stays missed.
         num_drafts: Drafts launched in the open window.
         window_idx: Of the open window: how many were before it.
         opened_step: When the open window got its first draft.

@@ -167,8 +167,12 @@ class CompileWorkers:
 
 
 def _is_shared(key: AnyKey) -> bool:
-    """Whether a worker may compile it: XLA tunes programs without a claim by measuring."""
-    return getattr(key, "mode", "invariant") != "fast"
+    """Whether a worker may compile it, which knows no head.
+
+    XLA tunes programs without a claim by measuring.
+    """
+    is_for_head = getattr(key, "leaves_features", False)
+    return getattr(key, "mode", "invariant") != "fast" and not is_for_head
 
 
 def divide(keys: Sequence[AnyKey], count: int) -> Iterator[list[AnyKey]]:

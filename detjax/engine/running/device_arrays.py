@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Int32
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.models.params import padded_vocab_size
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -64,7 +65,7 @@ def rows_shape(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDt
     return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
 
 
-def pages_shape(model: LoadedModel, num_pages: int) -> jax.ShapeDtypeStruct:
+def pages_shape(model: AnyDraftModel, num_pages: int) -> jax.ShapeDtypeStruct:
     """Shape of the cache with `num_pages` pages over all replicas, and its sharding."""
     config, profile = model.config, model.profile
     shape = (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays on the devices from step to step, and the calls of the programs that change it."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.engine import trace
-from detjax.engine.config import DRAFT_MODEL
+from detjax.engine.config import DRAFTS_OF_OTHERS
 from detjax.engine.metrics import EngineStats
 from detjax.engine.running.device_arrays import (
     empty,
@@ -22,6 +23,7 @@ from detjax.engine.running.device_arrays import (
     slots_shape,
 )
 from detjax.engine.running.draft_programs import DraftState
+from detjax.engine.running.head_programs import HeadState
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import num_words
@@ -130,7 +132,7 @@ class DeviceState:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detjax-dispatch")
         self._arrays: tuple = ()
         self._adjusted: Any = None
-        self._drafts: DraftState | None = None
+        self._drafts: DraftState | HeadState | None = None
         # By rows: what programs leave for choice programs, read by nothing else.
         self._logits: dict[int, jax.Array] = {}
         self._no_bans: dict[int, jax.Array] = {}
@@ -220,11 +222,14 @@ class DeviceState:
         after: FollowUps,
     ) -> LaunchResult:
         begin_s = time.perf_counter()
-        if key.weights == DRAFT_MODEL:
+        hidden = features = None
+        if key.weights in DRAFTS_OF_OTHERS:
             self._prefill_drafts(after)
-            hidden, choice = None, self._draft(program, params, operands)
+            choice = self._draft(program, params, operands)
         else:
-            arrays, hidden, choice = self._forward(key, program, params, self._arrays, operands)
+            arrays, hidden, features, choice = self._forward(
+                key, program, params, self._arrays, operands
+            )
             # One store, so that nothing finds the cache of one step and the slots of another.
             self._arrays = arrays
         if after.install is not None:
@@ -238,8 +243,8 @@ class DeviceState:
         if after.score is not None:
             score, given = after.score
             scores = finished(self._devices, score(params, hidden, *given))
-        if key.weights != DRAFT_MODEL:
-            self._prefill_drafts(after)
+        if key.weights not in DRAFTS_OF_OTHERS:
+            self._prefill_drafts(after, features)
         result = LaunchResult(choice=choice, scores=scores)
         if self._starts_copies:
             for array in jax.tree.leaves((choice, scores)):
@@ -249,12 +254,13 @@ class DeviceState:
         self._trace.span(trace.DISPATCH, key.name, begin_s, end_s)
         return result
 
-    def _prefill_drafts(self, after: FollowUps) -> None:
-        """Call the prefills of the draft model."""
+    def _prefill_drafts(self, after: FollowUps, features: Any = None) -> None:
+        """Call the prefills of the draft model, or of a head with what the prefill has left."""
+        left = () if features is None else (features,)
         for prefill, (params, packed) in after.draft_prefills:
             assert self._programs.drafts is not None
             tables = self._programs.drafts.model.rope_tables
-            called = prefill(params, tables, self._drafts, packed)
+            called = prefill(params, tables, self._drafts, *left, packed)
             self._drafts = finished(self._devices, called)
 
     def _draft(self, program: Callable, params: dict, operands: tuple) -> Any:
@@ -269,17 +275,27 @@ class DeviceState:
 
     def _forward(
         self, key: ProgramKey, program: Callable, params: dict, arrays: tuple, operands: tuple
-    ) -> tuple[tuple, Any, Any]:
-        """Call a forward program: (cache, slots and sampling; hidden states; result)."""
+    ) -> tuple[tuple, Any, Any, Any]:
+        """Call a forward program: (cache, slots, sampling; hidden states; features; result).
+
+        A verification puts its features into slots, and gives none. Those of a check are of
+        nobody; at worst a sequence is drafted worse once.
+        """
+        puts = key.leaves_features and key.kind == "verify"
         left = [self._logits_of(key.logit_rows)] if key.logit_rows else []
         tables = self._model.rope_tables
-        called = program(params, tables, *arrays, *left, *operands)
+        old = (self._drafts.features,) if puts and isinstance(self._drafts, HeadState) else ()
+        called = program(params, tables, *arrays, *left, *old, *operands)
         *state, result = finished(self._devices, called)
+        features = state.pop() if key.leaves_features else None
+        if puts and isinstance(self._drafts, HeadState):
+            self._drafts = dataclasses.replace(self._drafts, features=features)
+            features = None
         hidden = state.pop() if key.leaves_hidden else None
         if left:
             self._logits[key.logit_rows] = state.pop()
         # Only a prefill gives new sampling parameters.
-        return (*state, *arrays[len(state) :]), hidden, result
+        return (*state, *arrays[len(state) :]), hidden, features, result
 
     def _choose(
         self, key: ProgramKey, after: FollowUps, slots: Any, sampling: Any, result: Any
@@ -336,7 +352,7 @@ class DeviceState:
         after: FollowUps,
     ) -> tuple[Any, jax.Array]:
         cache, *others = self._arrays
-        arrays, _, result = self._forward(key, program, params, (cache, *scratch), operands)
+        arrays, _, _, result = self._forward(key, program, params, (cache, *scratch), operands)
         cache, slots, sampling = arrays
         self._arrays = (cache, *others)
         if after.choice is not None:

@@ -30,9 +30,11 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.models.params import Params
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -93,6 +95,10 @@ class DraftPrograms:
         """Allocate the state."""
         return empty(self.model, self.state)
 
+    def params_beside(self, target: Params) -> Params:
+        """The weights that its programs take, whatever those of the model that verifies."""
+        return self.model.params
+
     @property
     def traced_from(self) -> tuple:
         """What programs follow from, besides their key and what describes it."""
@@ -117,7 +123,7 @@ class DraftPrograms:
         local = partial(body, key)
         return Program(
             local=local,
-            function=_sharded(local, mesh, in_specs, out_specs),
+            function=sharded(local, mesh, in_specs, out_specs),
             operands=operands,
             specs=(in_specs, out_specs),
             in_place=in_place,
@@ -203,11 +209,12 @@ class DraftPrograms:
         return pages, pack_choice(choice)
 
 
-def _sharded(local: Callable, mesh, in_specs: tuple, out_specs: Any) -> Callable:
+def sharded(local: Callable, mesh, in_specs: tuple, out_specs: Any) -> Callable:
+    """Map the program of one device over a mesh."""
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def check_draft_model(draft: LoadedModel, model: LoadedModel, *, max_len: int) -> None:
+def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int) -> None:
     """Refuse a draft model that cannot draft for a model.
 
     Args:
@@ -237,6 +244,6 @@ def check_draft_model(draft: LoadedModel, model: LoadedModel, *, max_len: int) -
         )
 
 
-def _name(model: LoadedModel) -> str:
+def _name(model: AnyDraftModel) -> str:
     """A model in errors."""
     return model.config.family if model.folder is None else model.folder.name

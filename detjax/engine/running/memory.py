@@ -8,8 +8,9 @@ from pathlib import Path
 
 import jax
 
-from detjax.engine.config import DRAFT_MODEL, EngineConfig
+from detjax.engine.config import OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.running.device_arrays import pages_shape
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
 
@@ -19,7 +20,9 @@ CPU_CACHE_BYTES = 2**30
 free where that is less."""
 
 
-def cache_bytes(model: LoadedModel, num_pages: int, draft_model: LoadedModel | None = None) -> int:
+def cache_bytes(
+    model: LoadedModel, num_pages: int, draft_model: AnyDraftModel | None = None
+) -> int:
     """Bytes of a cache of `num_pages` pages, over all devices, and of a draft model's beside it."""
     total = 0
     for one in (model,) if draft_model is None else (model, draft_model):
@@ -29,7 +32,7 @@ def cache_bytes(model: LoadedModel, num_pages: int, draft_model: LoadedModel | N
 
 
 def check_memory(
-    model: LoadedModel, config: EngineConfig, draft_model: LoadedModel | None = None
+    model: LoadedModel, config: EngineConfig, draft_model: AnyDraftModel | None = None
 ) -> None:
     """Refuse a cache that is larger than what is free, before anything is allocated for it.
 
@@ -64,7 +67,7 @@ def pages_that_fit(
     *,
     gpu_memory_utilization: float,
     draft_weights: str,
-    draft_model: LoadedModel | None = None,
+    draft_model: AnyDraftModel | None = None,
 ) -> int:
     """Return how many pages the devices hold beside the weights, a multiple of dp.
 
@@ -86,7 +89,7 @@ def pages_that_fit(
     """
     devices = model.mesh.local_devices
     taken = sum(leaf.addressable_shards[0].data.nbytes for leaf in _distinct(model.params))
-    drafts = taken // 2 if draft_weights not in ("full", DRAFT_MODEL) else 0
+    drafts = taken // 2 if draft_weights in OWN_DRAFT_WEIGHTS[1:] else 0
     if devices[0].platform == "cpu":
         room = min(CPU_CACHE_BYTES, free_host_bytes() // 4) // len(devices)
     else:

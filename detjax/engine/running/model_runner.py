@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from detjax.engine import trace
-from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import (
@@ -47,7 +47,7 @@ from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import (
     ProgramKey,
     ProgramKind,
-    draft_len,
+    leaves_features,
     logit_rows,
     prefill_mode,
     score_top_of,
@@ -58,6 +58,7 @@ from detjax.engine.running.ready_programs import ReadyPrograms
 from detjax.engine.running.resident_adapters import ResidentAdapters
 from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.claim import Claim
+from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.forward_paths import KernelMode
 from detjax.models.loading import LoadedModel
 
@@ -118,7 +119,7 @@ def _programs_for(
     config: ReplicaConfig,
     programs: ProgramCache | None,
     candidates: Candidates,
-    draft_model: LoadedModel | None,
+    draft_model: AnyDraftModel | None,
 ) -> ProgramCache:
     """The programs of an engine: `programs` if they have its sizes, or new ones if None.
 
@@ -162,7 +163,7 @@ class ModelRunner:
         *,
         candidates: Candidates,
         programs: ProgramCache | None,
-        draft_model: LoadedModel | None,
+        draft_model: AnyDraftModel | None,
         claim: Claim,
         idle_pages: Callable[[int], list[list[int]]],
         stats: EngineStats,
@@ -324,9 +325,27 @@ class ModelRunner:
     ) -> tuple[Call, ...]:
         """The draft model's prefill of the same rows, if it will draft for one of them."""
         is_drafted = any(row.seq.is_drafted for part in rows for row in part)
-        if self._config.draft_weights != DRAFT_MODEL or not is_drafted:
+        if self._config.draft_weights not in DRAFTS_OF_OTHERS or not is_drafted:
             return ()
+        if self._config.draft_weights == EAGLE3:
+            packed = self._head_operands(rows, shape).pack()
         return (self._draft_prefill(shape, packed),)
+
+    def _head_operands(
+        self, rows: list[list[PrefillRow]], shape: tuple[int, int]
+    ) -> PrefillOperands:
+        """A head's prefill of the same rows: each position with the token behind it."""
+        operands = self._prefill_operands(shape)
+        for replica, part in enumerate(rows):
+            for at, row in enumerate(part, start=replica * shape[0]):
+                seq, first = row.seq, row.start + 1
+                # The token behind the last one of a prompt is not known to the host.
+                ids = seq.tokens[first : first + len(row.token_ids)]
+                operands.slot[at] = seq.slot if row.is_last else self._config.num_slots
+                operands.start[at], operands.count[at] = row.start, len(ids)
+                operands.page_table[at] = self._tables[seq.replica, seq.slot]
+                operands.token_ids[at, : len(ids)] = ids
+        return operands
 
     def _draft_prefill(self, shape: tuple[int, int], packed: np.ndarray) -> Call:
         """A prefill of the draft model, of the packed operands of one of a shape."""
@@ -336,7 +355,7 @@ class ModelRunner:
             length=shape[1],
             table_len=self._config.table_len,
             mode="fast",
-            weights=DRAFT_MODEL,
+            weights=self._config.draft_weights,
         )
         return self._ready.get(key), (self._ready.params_of(key), packed)
 
@@ -400,8 +419,9 @@ class ModelRunner:
         is_committed = any(row.seq.is_drafted and not row.is_draft for part in rows for row in part)
         is_canonical = self._config.mode == "invariant" or is_committed
         kernels: KernelMode = "invariant" if is_canonical else "fast"
-        if weights == DRAFT_MODEL:
-            length, kernels = draft_len(self._config), "fast"
+        if weights in DRAFTS_OF_OTHERS:
+            length = next(n for n in self._config.draft_lens if n >= most_tokens)
+            kernels = "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
             self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len
@@ -476,6 +496,7 @@ class ModelRunner:
             weights=weights,
             logit_rows=logit_rows(self._config, kind, size, length, weights),
             leaves_hidden=leaves_hidden,
+            leaves_features=leaves_features(self._config, kind, weights),
         )
 
     def _num_rows(self, key: ProgramKey) -> int:
@@ -508,7 +529,7 @@ class ModelRunner:
         """
         given = host if placed is None else (placed, *host[1:])
         program = self._ready.get(key)
-        is_drafting = key.weights == DRAFT_MODEL
+        is_drafting = key.weights in DRAFTS_OF_OTHERS
         choice_key = None if is_drafting else self._follow_ups.choice_key(key, rows)
         after = NO_FOLLOW_UPS
         if choice_key is not None or score is not None or draft_prefills:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
 from detjax.engine.requests.request import Request
 from detjax.models.forward_paths import KernelMode
 
@@ -40,11 +40,12 @@ class ProgramKey:
         table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
         weights: "full", the name of the 8-bit dtype that a `fast` step's weights have, or
-            "draft_model": those of another model, with a cache of its own.
+            "draft_model" or "eagle3": those of another model, with a cache of its own.
         logit_rows: Rows of the array in which it leaves logits for a choice program, at least
             `rows` (`rows` times `length` of a verification); 0 leaves none.
         leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
             logprobs of a prompt.
+        leaves_features: Whether it leaves the hidden states of three layers, for an EAGLE-3 head.
     """
 
     kind: ProgramKind
@@ -55,6 +56,7 @@ class ProgramKey:
     weights: str
     logit_rows: int = 0
     leaves_hidden: bool = False
+    leaves_features: bool = False
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class ProgramKey:
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         name = f"{self.kind}{how} {self.rows}x{self.length}"
         name += " with hidden states" if self.leaves_hidden else ""
+        name += " with features" if self.leaves_features else ""
         return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
 
 
@@ -167,7 +170,7 @@ def logit_rows(
     config: ReplicaConfig, kind: ProgramKind, rows: int, length: int, weights: str
 ) -> int:
     """`ProgramKey.logit_rows` of an engine's program."""
-    if weights == DRAFT_MODEL:
+    if weights in DRAFTS_OF_OTHERS:
         return 0  # no choice program follows drafts that are verified by one
     if kind == "verify":
         return rows * length
@@ -176,9 +179,12 @@ def logit_rows(
     return next(size for size in choice_sizes(config) if size >= rows)
 
 
-def draft_len(config: ReplicaConfig) -> int:
-    """Drafts of a full window."""
-    return config.verify_window - 1
+def leaves_features(config: ReplicaConfig, kind: ProgramKind, weights: str) -> bool:
+    """`ProgramKey.leaves_features` of an engine's program.
+
+    A step that decodes leaves none: a head drafts again behind a verification.
+    """
+    return config.draft_weights == EAGLE3 and weights == "full" and kind != "decode"
 
 
 def draft_sizes(config: ReplicaConfig) -> tuple[int, ...]:
@@ -204,6 +210,7 @@ def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
             weights=weights,
             logit_rows=logit_rows(config, kind, rows, length, weights),
             leaves_hidden=leaves_hidden,
+            leaves_features=leaves_features(config, kind, weights),
         )
         for leaves_hidden in (False, True)
         for kind, rows, length, mode, weights in _steps(config)
@@ -289,7 +296,7 @@ def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request
 
 def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
     """Whether all sequences of these requests are drafted on the device as long as they run."""
-    if config.mode != "dvr" and config.draft_weights != DRAFT_MODEL:
+    if config.mode != "dvr" and config.draft_weights not in DRAFTS_OF_OTHERS:
         return False
     num_asked = sum(r.sampling.num_sequences for r in requests)
     num_running = min(num_asked, config.num_replicas * config.num_slots)
@@ -299,7 +306,8 @@ def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
         (r.is_deterministic or config.mode == "invariant") and r.sampling.structured_output is None
         for r in requests
     )
-    return config.max_draft_fraction >= 1 and is_small and are_drafted
+    may_stop = config.max_draft_fraction < 1 or config.adapts_drafts
+    return not may_stop and is_small and are_drafted
 
 
 def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
@@ -309,7 +317,7 @@ def _holds(sizes: Sequence[int], size: int, most: int) -> bool:
 
 def _verifies(config: ReplicaConfig) -> bool:
     drafts = config.mode == "dvr" and config.max_draft_fraction > 0
-    return drafts or config.has_prompt_lookup or config.draft_weights == DRAFT_MODEL
+    return drafts or config.has_prompt_lookup or config.draft_weights in DRAFTS_OF_OTHERS
 
 
 def prefill_mode(config: ReplicaConfig) -> KernelMode:
@@ -320,8 +328,8 @@ def prefill_mode(config: ReplicaConfig) -> KernelMode:
 def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, KernelMode, str]]:
     """(kind, rows, length, kernels, weights) of every step that a configuration can take."""
     mode, share = config.mode, config.max_draft_fraction
-    has_model = config.draft_weights == DRAFT_MODEL
-    may_stop = share < 1 or config.max_draft_batch > 0
+    has_model = config.draft_weights in DRAFTS_OF_OTHERS
+    may_stop = share < 1 or config.max_draft_batch > 0 or config.adapts_drafts
     for rows, length in config.prefill_shapes:
         yield "prefill", rows, length, prefill_mode(config), "full"
     for rows, length in itertools.product(config.decode_sizes, sorted({1, config.decode_steps})):
@@ -334,9 +342,9 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
             yield "decode", rows, length, "fast", config.draft_weights
     if has_model:
         for rows, length in config.prefill_shapes:
-            yield "prefill", rows, length, "fast", DRAFT_MODEL
-        for rows in draft_sizes(config):
-            yield "decode", rows, draft_len(config), "fast", DRAFT_MODEL
+            yield "prefill", rows, length, "fast", config.draft_weights
+        for rows, length in itertools.product(draft_sizes(config), config.draft_lens):
+            yield "decode", rows, length, "fast", config.draft_weights
     if _verifies(config):
         for rows in config.verify_sizes:
             yield "verify", rows, config.verify_window, "invariant", "full"

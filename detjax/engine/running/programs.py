@@ -23,7 +23,7 @@ from detjax.array_types import Array, Int32
 from detjax.compilation.kept_executables import Executable, compile_or_read, is_kept
 from detjax.compilation.lowered_kernels import lower
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
-from detjax.engine.config import DRAFT_MODEL
+from detjax.engine.config import DRAFTS_OF_OTHERS
 from detjax.engine.running.choice_programs import (
     ChoicePrograms,
     Program,
@@ -45,6 +45,7 @@ from detjax.engine.running.device_arrays import (
     window_place,
 )
 from detjax.engine.running.draft_programs import DraftPrograms
+from detjax.engine.running.head_programs import FEATURES_SPECS, Features, HeadPrograms
 from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
@@ -57,10 +58,12 @@ from detjax.engine.running.program_key import AnyKey, ProgramKey, ScoreKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
 from detjax.models.adapters.program import adapters_of
 from detjax.models.decoder import last_hidden
+from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.fast import quantised_specs
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.models.taps import FeatureTaps
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -118,9 +121,12 @@ def choose_plain(ctx: ForwardContext, params, logits, rows: SamplingRows, positi
 
 
 def in_place(key: ProgramKey) -> tuple[int, ...]:
-    """Which arguments a program donates: the cache, the slots, of a prefill sampling, logits."""
+    """Which arguments a program donates: what it returns and was given."""
     of_logits = (5,) if key.logit_rows else ()
-    return (2, 3, 4, *of_logits) if key.kind == "prefill" else (2, 3, *of_logits)
+    if key.kind == "prefill":
+        return (2, 3, 4, *of_logits)
+    of_features = (5 + len(of_logits),) if key.leaves_features else ()
+    return (2, 3, *of_logits, *of_features)
 
 
 def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]):
@@ -131,9 +137,10 @@ def keep_candidates(token_ids: Int32[Array, " B"], positions: Int32[Array, " B"]
 class ProgramCache:
     """The engine's programs for one model and one size of cache, compiled when first wanted.
 
-    A forward program takes `(params, rope tables, cache, slots, sampling, logits, *host arrays)`
-    and returns `(cache, slots, sampling, logits, hidden, result)`: without logits where the key
-    says so, `sampling` of a prefill alone, hidden states where the key says so. It writes in place
+    A forward program takes `(params, rope tables, cache, slots, sampling, logits, features, *host
+    arrays)` and returns `(cache, slots, sampling, logits, hidden, features, result)`: logits,
+    hidden states and features where the key says so, `sampling` of a prefill alone. A verification
+    puts features into slots; those of a prefill are of all its tokens. It writes in place
     what it returns and was given (`in_place`). The first host array is packed operands, and the
     result is packed too: see `launch_operands`. What follows a forward program is described in
     `choice_programs`. Engines of the same sizes may share the programs.
@@ -159,7 +166,7 @@ class ProgramCache:
         window_len: int,
         candidates: Candidates = keep_candidates,
         others: "ProgramCache | None" = None,
-        draft_model: LoadedModel | None = None,
+        draft_model: AnyDraftModel | None = None,
     ):
         """Compile nothing yet.
 
@@ -168,10 +175,11 @@ class ProgramCache:
             num_pages: Cache pages over all replicas.
             num_slots: Slots over all replicas.
             window_len: Tokens of a verified window.
-            candidates: Replaces drafts, for tests of disagreement; traced into the decode step.
+            candidates: Replaces drafts of `dvr` and of a head, for tests of disagreement; traced
+                into the step that makes them.
             others: Programs of this model and these sizes with other candidates: their prefills,
                 which make no drafts, are used here too.
-            draft_model: Makes drafts for `model`, on its mesh.
+            draft_model: Or EAGLE-3 head. Makes drafts for `model`, on its mesh.
         """
         self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
         self._model = model
@@ -188,14 +196,22 @@ class ProgramCache:
             sampling=self._sampling,
             candidates=candidates,
         )
-        self.drafts: DraftPrograms | None = None
-        if draft_model is not None:
-            self.drafts = DraftPrograms(
-                draft_model, num_pages=num_pages, slots=self._slots, sampling=self._sampling
-            )
+        self.drafts = self._draft_programs(draft_model)
         self._programs: dict[AnyKey, Callable] = {}
         self._compiling: dict[AnyKey, threading.Lock] = {}
         self.checked: set[AnyKey] = set()
+
+    def _draft_programs(
+        self, draft_model: AnyDraftModel | None
+    ) -> DraftPrograms | HeadPrograms | None:
+        shapes: dict[str, Any] = {"slots": self._slots, "sampling": self._sampling}
+        match draft_model:
+            case None:
+                return None
+            case EagleHead():
+                shapes["candidates"] = self._candidates
+                return HeadPrograms(draft_model, self._model, num_pages=self.num_pages, **shapes)
+        return DraftPrograms(draft_model, num_pages=self.num_pages, **shapes)
 
     def __contains__(self, key: AnyKey) -> bool:
         """Whether a program is compiled."""
@@ -226,7 +242,7 @@ class ProgramCache:
     def _make(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
         if not isinstance(key, ProgramKey):
             return self._compile_choice(key, params, asked)
-        if key.weights == DRAFT_MODEL:
+        if key.weights in DRAFTS_OF_OTHERS:
             return self._compile_draft(key, params, asked)
         if self._others is not None and key.kind == "prefill":
             return self._others.get(key, params, asked)
@@ -238,7 +254,7 @@ class ProgramCache:
         names = "num_pages", "num_slots", "window_len"
         return {name: getattr(self, name) for name in names}
 
-    def is_for(self, model: LoadedModel, draft_model: LoadedModel | None, **sizes: int) -> bool:
+    def is_for(self, model: LoadedModel, draft_model: AnyDraftModel | None, **sizes: int) -> bool:
         """Whether these are programs of this model, a draft model if any, and these `sizes`."""
         drafts = None if self.drafts is None else self.drafts.model
         has_drafts = draft_model is None or drafts is draft_model
@@ -276,11 +292,13 @@ class ProgramCache:
             of_params = quantised_specs(of_params)
         of_logits = [LOGITS_SPEC] * (key.logit_rows > 0)
         of_state = [BY_ROW] * (2 if key.kind == "prefill" else 1)
-        of_hidden = [BY_ROW] * key.leaves_hidden
+        of_hidden = [BY_ROW] * (key.leaves_hidden + (key.leaves_features and key.kind == "prefill"))
+        of_features = [FEATURES_SPECS] * _puts_features(key)
+        of_host = [BY_ROW] * num_host
         of_result = P() if jax.process_count() > 1 else BY_ROW
         return (
-            (of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *of_logits, *[BY_ROW] * num_host),
-            (PAGES_SPEC, *of_state, *of_logits, *of_hidden, of_result),
+            (of_params, P(), PAGES_SPEC, BY_ROW, BY_ROW, *of_logits, *of_features, *of_host),
+            (PAGES_SPEC, *of_state, *of_logits, *of_hidden, *of_features, of_result),
         )
 
     def operands(self, key: ProgramKey, params: dict) -> tuple:
@@ -288,7 +306,13 @@ class ProgramCache:
         tables = self._model.rope_tables
         state = self._kv_cache, self._slots, self._sampling
         logits = (self.logits_shape(key.logit_rows),) if key.logit_rows else ()
-        return params, tables, *state, *logits, *self._host_shapes(key)
+        features = (self._features_shape,) if _puts_features(key) else ()
+        return params, tables, *state, *logits, *features, *self._host_shapes(key)
+
+    @property
+    def _features_shape(self) -> Features:
+        assert isinstance(self.drafts, HeadPrograms)
+        return self.drafts.state.features
 
     def logits_shape(self, rows: int) -> jax.ShapeDtypeStruct:
         """Shape of the logits that programs of so many rows a replica leave, and its sharding."""
@@ -312,7 +336,8 @@ class ProgramCache:
             devices=tuple(self._model.mesh.devices.flat),
             root=__name__,
             traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
-                         self.sizes, repr(self._model.mesh), self._specs(key)),
+                         self.sizes, repr(self._model.mesh), self._specs(key),
+                         *self._feature_layers(key)),
         )  # fmt: skip
 
     def is_kept(self, key: ProgramKey, params: dict) -> bool:
@@ -327,7 +352,8 @@ class ProgramCache:
     def _compile_draft(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
         assert self.drafts is not None
         program, drafts = self.drafts.program(key, params), self.drafts.traced_from
-        return self._compile_other(key, program, DraftPrograms, *drafts, is_fast=True, asked=asked)
+        described_by = type(self.drafts), *drafts
+        return self._compile_other(key, program, *described_by, is_fast=True, asked=asked)
 
     def _compile_other(
         self,
@@ -355,6 +381,20 @@ class ProgramCache:
         host = rows_shape(self._model, rows, jnp.int32, columns)
         return (host, sampling_shape(self._model, rows)) if key.kind == "prefill" else (host,)
 
+    def _feature_layers(self, key: ProgramKey) -> tuple[int, ...]:
+        """Layers whose inputs a program leaves."""
+        if not key.leaves_features:
+            return ()
+        assert isinstance(self.drafts, HeadPrograms)
+        return self.drafts.feature_layers
+
+    def _watched(self, key: ProgramKey) -> tuple[ForwardContext, FeatureTaps | None]:
+        """The context of a program, and what sees the hidden states that it leaves."""
+        if not key.leaves_features:
+            return self._context, None
+        taps = FeatureTaps(self._feature_layers(key))
+        return dataclasses.replace(self._context, taps=taps), taps
+
     def _prefill(self, key, params, tables, kv_cache, slots, sampling, *rest):
         """A chunk of each row, and the choice of the token after it."""
         *left, packed, rows = rest
@@ -367,8 +407,9 @@ class ProgramCache:
             ids=given.token_ids, positions=positions, page_table=given.page_table,
             adapters=adapters_of(params, owner),
         )  # fmt: skip
+        context, taps = self._watched(key)
         kv_cache, hidden, choice, last, logits = _choose_last(
-            self._context, key.mode, params, tables, kv_cache, tokens, rows,
+            context, key.mode, params, tables, kv_cache, tokens, rows,
             wants_all=key.leaves_hidden,
         )  # fmt: skip
         put = {"mode": "drop", "unique_indices": False}
@@ -378,6 +419,8 @@ class ProgramCache:
         )
         sampling = jax.tree.map(lambda old, new: old.at[given.slot].set(new, **put), sampling, rows)
         leaves = [hidden] * key.leaves_hidden
+        if taps is not None:
+            leaves.append(taps.features().reshape(*given.token_ids.shape, -1))
         return kv_cache, slots, sampling, *_left(left, logits), *leaves, pack_choice(choice)
 
     def _decode(self, key, params, tables, kv_cache, slots: Slots, sampling, *rest):
@@ -454,6 +497,7 @@ class ProgramCache:
         before the first that disagrees are committed, and the choice made there.
         """
         *left, packed = rest
+        features = [left.pop()] if key.leaves_features else []
         length = key.length
         given = VerifyOperands.unpack(packed, table_len=key.table_len, length=length)
         slot, num_drafts = given.slot, given.num_drafts
@@ -469,15 +513,24 @@ class ProgramCache:
             adapters=adapters_of(params, slot),
         )  # fmt: skip
         forward, local_logits = FORWARD_PATHS[key.mode]
-        kv_cache, hidden = forward(self._context, params, tables, kv_cache, tokens)
+        context, taps = self._watched(key)
+        kv_cache, hidden = forward(context, params, tables, kv_cache, tokens)
         logits = local_logits(self._context, params, hidden.reshape(-1, hidden.shape[-1]))
+        if taps is not None:
+            states = taps.features().reshape(*ids.shape, -1)
+            features = [old.with_windows(slot, start, states) for old in features]
         rows = jax.tree.map(lambda x: jnp.repeat(x, length), rows_of(sampling, slot))
         choice = choose_plain(self._context, params, logits, rows, positions.reshape(-1) + 1)
         slots, num_accepted = commit_window(
             slots, slot, start, drafts, num_drafts, choice.token_ids.reshape(-1, length)
         )
         result = pack_verified(choice, num_accepted, length=length)
-        return kv_cache, slots, *_left(left, logits), result
+        return kv_cache, slots, *_left(left, logits), *features, result
+
+
+def _puts_features(key: ProgramKey) -> bool:
+    """Whether a program puts features into slots, as a verification does."""
+    return key.leaves_features and key.kind == "verify"
 
 
 def _left(given: abc.Sequence, logits) -> list:

@@ -103,10 +103,10 @@ class ReadyPrograms:
         """
         self._draft_params = self._model.params
         if self.cache.drafts is not None:
-            self._draft_params = self.cache.drafts.model.params
             if self._drafts_on_host is not None:
                 self.cache.drafts.model.put_weights_back(self._drafts_on_host)
                 self._drafts_on_host = None
+            self._draft_params = self.cache.drafts.params_beside(self._model.params)
         elif self._config.draft_weights != "full":
             dtype = jnp.dtype(self._config.draft_weights)
             self._draft_params = quantise_params(self._model.params, dtype)

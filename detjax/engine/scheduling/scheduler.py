@@ -26,7 +26,7 @@ from detjax.engine.scheduling.adapter_slots import AdapterSlots
 from detjax.engine.scheduling.drafters import Drafter
 from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.scheduling.prefix_cache import PrefixCache
-from detjax.engine.scheduling.speculation import Speculation, open_window
+from detjax.engine.scheduling.speculation import DraftPlan, Speculation, open_window
 from detjax.engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -134,6 +134,8 @@ class Scheduler:
         if seq.state is SequenceState.RUNNING:
             self._release(seq)
         was_waiting = seq.state is SequenceState.WAITING
+        if seq.state is not SequenceState.DONE:
+            self._speculation.note_end(seq)
         seq.state = SequenceState.DONE
         if was_waiting:
             self._waiting.drop_ended()
@@ -203,6 +205,15 @@ class Scheduler:
     def close_window(self, row: DecodeRow) -> None:
         """Verify the window of a draft at once, since the draft would end the sequence."""
         self._speculation.close_window(row, step=self._step)
+
+    @property
+    def draft_plan(self) -> DraftPlan:
+        """What the last step drafts."""
+        return self._speculation.plan
+
+    def note_step(self, plan: DraftPlan, *, seconds: float, tokens: int) -> None:
+        """Note what a step of a plan took: `Speculation.note_step`."""
+        self._speculation.note_step(plan, seconds=seconds, tokens=tokens)
 
     def share_pages(self, seq: Sequence) -> None:
         """Let others find the pages that a running sequence's committed tokens have filled."""

@@ -8,7 +8,7 @@ when it is full, late or would end the sequence, and is gone when its verificati
 from collections import abc
 from dataclasses import dataclass
 
-from detjax.engine.config import DRAFT_MODEL, ReplicaConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
 from detjax.engine.requests.sequence import (
     DecodeRow,
     Sequence,
@@ -16,7 +16,8 @@ from detjax.engine.requests.sequence import (
     attributing_errors,
     max_committed,
 )
-from detjax.engine.scheduling.drafters import Drafter
+from detjax.engine.scheduling.draft_choice import DraftChoice
+from detjax.engine.scheduling.drafters import Drafter, FollowsSequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,19 @@ class HostDrafts:
 
     source: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftPlan:
+    """What a step drafts.
+
+    Attributes:
+        num_decoding: Sequences that decode.
+        drafts: Of a window that opens; None where the load alone forbids them.
+    """
+
+    num_decoding: int
+    drafts: int | None
 
 
 def open_window(seq: Sequence) -> None:
@@ -47,14 +61,20 @@ class Speculation:
         """
         self._config = config
         self._drafters = drafters
-        self._has_model = config.draft_weights == DRAFT_MODEL
+        self._has_model = config.draft_weights in DRAFTS_OF_OTHERS
+        self._has_head = config.draft_weights == EAGLE3
         self._is_small_share = self._is_small_batch = True
+        self._choice = (
+            DraftChoice(sorted({0, *config.draft_lens})) if config.adapts_drafts else None
+        )
+        self._num_decoding, self._most = 0, config.verify_window - 1
 
     # ------------------------------------------------------------------------------------- drafting
 
     def switch(self, running: abc.Sequence[Sequence]) -> None:
-        """Draft while few do; once it is off, only when clearly fewer do."""
+        """Draft while few do, and as long as it pays; once it is off, when clearly fewer do."""
         decoding = [s for s in running if s.is_prefilled]
+        self._num_decoding = len(decoding)
         if not decoding:
             return
         share = sum(s.is_drafted for s in decoding) / len(decoding)
@@ -63,11 +83,25 @@ class Speculation:
         most = self._config.max_draft_batch
         scale = 1.0 if self._is_small_batch else 0.8
         self._is_small_batch = not most or len(decoding) <= max(1, scale * most)
+        if self._choice is not None:
+            self._most = self._choice.choose(len(decoding))
+
+    @property
+    def plan(self) -> DraftPlan:
+        """What the last `switch` has decided."""
+        drafts = self._most if self._is_small_share and self._is_small_batch else None
+        return DraftPlan(num_decoding=self._num_decoding, drafts=drafts)
+
+    def note_step(self, plan: DraftPlan, *, seconds: float, tokens: int) -> None:
+        """Note what a step without a prefill took: see `DraftChoice.note`."""
+        if self._choice is not None and plan.num_decoding and plan.drafts is not None:
+            self._choice.note(plan.num_decoding, plan.drafts, seconds=seconds, tokens=tokens)
 
     @property
     def _is_on(self) -> bool:
         """Whether drafts are made at all."""
-        return self._is_small_share and self._is_small_batch
+        pays = self._choice is None or self._most > 0
+        return self._is_small_share and self._is_small_batch and pays
 
     def drafts(self, seq: Sequence) -> bool:
         """Whether a decode step of a sequence makes a draft now."""
@@ -86,8 +120,9 @@ class Speculation:
             proposes = self._config.has_prompt_lookup and self._is_on
             waits = proposes or seq.guide is not None
             return not (waits and seq.num_in_flight or seq.num_drafts)
-        # What a draft model has missed is computed from the committed tokens.
-        misses = seq.drafter_len is not None and seq.num_in_flight > 0
+        # What a draft model has missed is computed from the committed tokens. A head needs hidden
+        # states first, which a window without drafts leaves.
+        misses = seq.drafter_len is not None and (seq.num_in_flight > 0 or self._has_head)
         return seq.closed_step is None and self._room(seq) > 0 and not misses
 
     def num_wanted(self, seq: Sequence) -> int:
@@ -132,12 +167,14 @@ class Speculation:
         return row
 
     def _room(self, seq: Sequence) -> int:
-        """Drafts that the open window can still take."""
+        """Drafts that the open window can still take; of a head, a window is one launch's."""
+        if self._has_head and seq.num_drafts:
+            return 0
         return self._max_drafts(seq) - seq.num_drafts
 
     def _max_drafts(self, seq: Sequence) -> int:
         """Drafts of a full window; one of d drafts may commit d + 1 tokens."""
-        return min(self._config.verify_window, seq.max_len - seq.len_bound) - 1
+        return min(self._most + 1, seq.max_len - seq.len_bound) - 1
 
     # --------------------------------------------------------------------------------- verification
 
@@ -183,6 +220,8 @@ class Speculation:
             source=self._config.draft_weights if given is None else given.source,
         )
         seq.num_in_flight += max_committed(row)
+        if self._has_head:
+            seq.drafter_len = None  # it drafts from what this verification leaves
         open_window(seq)
         return row
 
@@ -202,12 +241,18 @@ class Speculation:
                     return HostDrafts(source=drafter.name, token_ids=tuple(drafts[:most]))
         return None
 
+    def note_end(self, seq: Sequence) -> None:
+        """Tell the drafters that a sequence has ended."""
+        for drafter in self._drafters:
+            if isinstance(drafter, FollowsSequences):
+                drafter.end(seq)
+
     def _close_if_due(self, seq: Sequence, step: int) -> bool:
         """Close the window of a sequence if its time has come, and say whether it is closed."""
         is_drafted = seq.is_drafted and seq.guide is None
         if not (is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
             return False
-        if seq.drafter_len is not None:
+        if seq.drafter_len is not None and not (self._has_head and self.drafts(seq)):
             return False  # its window is empty, and stays so until results have been read
         is_late = seq.num_drafts > 0 and step - seq.opened_step >= self._config.verify_deadline
         if seq.closed_step is None and (is_late or not self.can_decode(seq)):

@@ -26,8 +26,9 @@ def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
         peak = jnp.max(jnp.abs(v), axis=1, keepdims=True)
         # WHY: a CPU's maximum may pass over NaN.
         peak = jnp.where(jnp.any(jnp.isnan(v), axis=1, keepdims=True), jnp.nan, peak)
-        # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
-        largest = lax.optimization_barrier(jnp.float32(LARGEST[dtype.name]))
+        # WHY: XLA divides by a constant, or on several devices by any scalar, by multiplying with
+        # its reciprocal.
+        largest = lax.optimization_barrier(jnp.full_like(peak, LARGEST[dtype.name]))
         inverse = jnp.where(peak == 0, 0.0, largest / peak)
         values_ref[...] = _narrow(v * inverse, dtype)
         scales_ref[...] = peak / largest

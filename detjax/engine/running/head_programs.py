@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of an EAGLE-3 head, which drafts from hidden states of the model that verifies.
+
+Programs of that model leave the hidden states of three layers. Entry p of the head's cache is of
+the hidden states of position p and the token behind it; it lies on the page of position p. As with
+a draft model, slots, page tables and sampling parameters are those of the model that verifies.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from detjax.array_types import Activation, Array, Int32
+from detjax.engine.running.choice_programs import Program, rows_of
+from detjax.engine.running.device_arrays import (
+    BY_ROW,
+    PAGES_SPEC,
+    Slots,
+    empty,
+    of_slots,
+    pages_shape,
+    rows_shape,
+    window_place,
+)
+from detjax.engine.running.draft_programs import sharded
+from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
+from detjax.engine.running.program_key import ProgramKey
+from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.models.eagle.config import NUM_FEATURES
+from detjax.models.eagle.head import (
+    EagleHead,
+    draft_logits,
+    eagle_pass,
+    project_features,
+    write_keys,
+)
+from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.loading import LoadedModel
+from detjax.models.params import Params, padded_vocab_size
+from detjax.parallel.distributed import gather_replicas
+from detjax.parallel.mesh import DP_AXIS
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """Hidden states of the newest positions of each slot, from which nothing was drafted yet.
+
+    Those of a verified window are of the last committed token and all drafts. How many of them
+    count follows from where the next window begins.
+
+    Attributes:
+        states: Of three layers side by side, [S, W, X].
+        position: Of the first of them, int32 [S].
+    """
+
+    states: Any
+    position: Any
+
+    def with_windows(self, slot, start, states: Activation[Array, "B W X"]) -> "Features":
+        """Put those of windows that begin at positions `start`."""
+        return Features(
+            states=self.states.at[slot].set(states, mode="drop"),
+            position=self.position.at[slot].set(start, mode="drop"),
+        )
+
+
+FEATURES_SPECS = Features(states=BY_ROW, position=BY_ROW)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadState:
+    """What a head keeps on the devices.
+
+    Attributes:
+        pages: Its keys and values, [1, N, 2, K, P, C].
+        features: What it drafts from.
+    """
+
+    pages: Any
+    features: Features
+
+
+HEAD_SPECS = HeadState(pages=PAGES_SPEC, features=FEATURES_SPECS)
+
+
+class HeadPrograms:
+    """Describes the programs of a head.
+
+    - prefill: `(params, rope tables, state, hidden states, PrefillOperands) -> state`. Token i of
+      a row is the one behind hidden state i. The hidden state behind the last of them, where a slot
+      is named, is what the first window is drafted from.
+    - decode: `(params, rope tables, state, slots, sampling, DecodeOperands) -> (state, slots,
+      result)`. It runs what the last window committed, and puts up to `ProgramKey.length` drafts
+      into the empty window of each row.
+
+    Attributes:
+        model: The head.
+        state: Shapes of `HeadState`.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        model: LoadedModel,
+        *,
+        num_pages: int,
+        slots: Slots,
+        sampling: SamplingRows,
+        candidates: Callable,
+    ):
+        """Describe nothing yet.
+
+        Args:
+            head: That drafts.
+            model: That verifies.
+            num_pages: Cache pages over all replicas.
+            slots: Shapes over all replicas.
+            sampling: Shapes over all replicas.
+            candidates: Replaces drafts, as `ProgramCache` has it.
+        """
+        self._candidates = candidates
+        self.model, self._target = head, model
+        self._slots, self._sampling = slots, sampling
+        shared: dict = {"profile": model.profile, "backend": model.backend, "tp": 1}
+        self._context = ForwardContext(config=head.config, **shared)
+        num_slots, window_len = slots.window.shape
+        width = NUM_FEATURES * model.config.hidden_size
+        dtype = model.profile.activation_dtype
+        self.state = HeadState(
+            pages=pages_shape(head, num_pages),
+            features=Features(
+                states=rows_shape(model, num_slots, dtype, window_len, width),
+                position=rows_shape(model, num_slots, jnp.int32),
+            ),
+        )
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs its programs leave."""
+        return self.model.eagle.feature_layers
+
+    def empty_state(self) -> HeadState:
+        """Allocate the state."""
+        return empty(self._target, self.state)
+
+    def params_beside(self, target: Params) -> Params:
+        """The weights that its programs take, beside those of the model."""
+        return self.model.params_beside(target)
+
+    @property
+    def traced_from(self) -> tuple:
+        """What programs follow from, besides their key and what describes it."""
+        return self._context, self.model.eagle, self.state.pages.shape, self._slots.window.shape
+
+    def program(self, key: ProgramKey, params: dict) -> Program:
+        """Describe a program for weights like `params`."""
+        model, mesh = self._target, self._target.mesh
+        kind = PrefillOperands if key.kind == "prefill" else DecodeOperands
+        columns = kind.num_columns(table_len=key.table_len, length=key.length)
+        rows = key.rows * mesh.shape[DP_AXIS]
+        packed = rows_shape(model, rows, jnp.int32, columns)
+        given = params, self.model.rope_tables, self.state
+        if key.kind == "prefill":
+            width = self.state.features.states.shape[-1]
+            dtype = model.profile.activation_dtype
+            states = rows_shape(model, rows, dtype, key.length, width)
+            body, operands, out_specs = self._prefill, (*given, states, packed), HEAD_SPECS
+            in_specs, in_place = (P(), P(), HEAD_SPECS, BY_ROW, BY_ROW), (2,)
+        else:
+            of_result = P() if jax.process_count() > 1 else BY_ROW
+            body, operands = self._decode, (*given, self._slots, self._sampling, packed)
+            in_specs, in_place = (P(), P(), HEAD_SPECS, BY_ROW, BY_ROW, BY_ROW), (2, 3)
+            out_specs = HEAD_SPECS, BY_ROW, of_result
+        local = partial(body, key)
+        return Program(
+            local=local,
+            function=sharded(local, mesh, in_specs, out_specs),
+            operands=operands,
+            specs=(in_specs, out_specs),
+            in_place=in_place,
+        )
+
+    def _prefill(
+        self, key: ProgramKey, params, tables, state: HeadState, states, packed
+    ) -> HeadState:
+        """Keys and values of a chunk of each row, and what its last token leaves."""
+        given = PrefillOperands.unpack(packed, table_len=key.table_len, length=key.length)
+        step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
+        is_token = step_idx < given.count[:, None]
+        positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
+        tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
+        hidden = project_features(params, states.reshape(-1, states.shape[-1]))
+        pages = write_keys(
+            self._context, self.model.eagle, params, tables, state.pages, tokens, hidden
+        )
+        last = jnp.take_along_axis(states, given.count[:, None, None], axis=1)[:, 0]
+        old = state.features
+        features = Features(
+            states=old.states.at[given.slot, 0].set(last, mode="drop"),
+            position=old.position.at[given.slot].set(given.start + given.count, mode="drop"),
+        )
+        return HeadState(pages=pages, features=features)
+
+    def _decode(
+        self, key: ProgramKey, params, tables, state: HeadState, slots: Slots, sampling, packed
+    ):
+        """Drafts of an empty window, one after the other."""
+        given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        slot, rows = given.slot, rows_of(sampling, given.slot)
+        start, _ = slots.unplaced(slot)
+        tokens, hidden, last = self._committed(state.features, slots, slot, start, params)
+        draft = partial(self._draft, params, tables, rows, given)
+        pages, hidden, choice = draft(state.pages, tokens, hidden, last, start + 1)
+        window, place = slots.window.reshape(-1), partial(window_place, slots.window.shape, slot)
+        window = window.at[place(1)].set(choice[:, 0], mode="drop")
+        results = jnp.zeros((len(packed), key.length, 2), jnp.int32).at[:, 0].set(choice)
+
+        def next_draft(i, carry):
+            pages, window, results, hidden = carry
+            is_row = (start >= 0) & (i < given.count)
+            ids, at = results[:, i - 1, :1], jnp.where(is_row, start - 1 + i, -1)
+            pages, hidden, choice = draft(
+                pages, (ids, at[:, None]), hidden, jnp.zeros_like(slot), start + 1 + i
+            )
+            # WHY: no such place for a row that has its drafts.
+            offset = jnp.where(is_row, i + 1, slots.window.shape[1])
+            window = window.at[place(offset)].set(choice[:, 0], mode="drop")
+            return pages, window, results.at[:, i].set(choice), hidden
+
+        carry = pages, window, results, hidden
+        pages, window, results, _ = lax.fori_loop(1, key.length, next_draft, carry)
+        slots = Slots(
+            window=window.reshape(slots.window.shape),
+            place=slots.placed(slot, start, given.count),
+        )
+        state = HeadState(pages=pages, features=state.features)
+        # A process reads the results of its own devices alone.
+        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
+
+    def _committed(self, features: Features, slots: Slots, slot, start, params):
+        """What the last window committed: tokens and their positions, hidden states, the last."""
+        first, window = of_slots(features.position, slot), of_slots(slots.window, slot)
+        count = start - first
+        step_idx = jnp.arange(window.shape[1], dtype=jnp.int32)[None, :]
+        # Behind the drafts that were accepted comes the token that begins the next window.
+        ids = jnp.where(step_idx == count[:, None] - 1, window[:, :1], jnp.roll(window, -1, axis=1))
+        is_token = (start[:, None] >= 0) & (step_idx < count[:, None])
+        positions = jnp.where(is_token, first[:, None] + step_idx, -1)
+        states = of_slots(features.states, slot)
+        hidden = project_features(params, states.reshape(-1, states.shape[-1]))
+        return (ids, positions), hidden, jnp.clip(count - 1, 0, window.shape[1] - 1)
+
+    def _draft(
+        self,
+        params,
+        tables,
+        rows: SamplingRows,
+        given: DecodeOperands,
+        pages,
+        new: tuple[Int32[Array, "B T"], Int32[Array, "B T"]],
+        hidden: Activation[Array, "M D"],
+        wanted,
+        position: Int32[Array, " B"],
+    ):
+        """Run new tokens and choose the one at `position`: (cache, hidden state, choice)."""
+        ids, at = new
+        # WHY: not a slice alone, which XLA copies by a memory node of the graph, with longer gaps.
+        page_table = jnp.where(at[:, :1] < 0, 0, given.page_table)
+        tokens = Tokens(ids=ids, positions=at, page_table=page_table)
+        ctx, eagle = self._context, self.model.eagle
+        pages, hidden = eagle_pass(ctx, eagle, params, tables, pages, tokens, hidden, wanted)
+        width = padded_vocab_size(
+            ctx.config.vocab_size, tp=1, vocab_block=self._target.profile.vocab_block
+        )
+        logits = draft_logits(ctx, params, hidden, width=width)
+        # The noise of the token that will be verified, as a draft model has it.
+        choice = choose(ctx, logits, rows, position, num_top=0, with_filters=False)
+        token_ids = self._candidates(choice.token_ids, position)
+        return pages, hidden, pack_choice(dataclasses.replace(choice, token_ids=token_ids))

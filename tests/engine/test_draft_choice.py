@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of drafts that was quickest at a load is chosen, and trials cost little."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from detjax.engine.scheduling.draft_choice import DraftChoice
+
+
+@dataclasses.dataclass
+class Machine:
+    """Steps whose time follows from the load and the drafts, and drafts that may be right."""
+
+    step_s: float = 0.01
+    verify_s: float = 0.012
+    draft_s: float = 0.001
+    acceptance: float = 0.7
+    noise: float = 0.1
+    total_s: float = 0.0
+    tokens: float = 0.0
+
+    def __post_init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def run(self, choice: DraftChoice, steps: int, num_decoding: int = 4) -> list[int]:
+        made = []
+        for _ in range(steps):
+            drafts = choice.choose(num_decoding)
+            right = self.rng.random((num_decoding, max(drafts, 1))) < self.acceptance
+            accepted = np.cumprod(right, axis=1).sum() if drafts else 0
+            seconds = self.verify_s + drafts * self.draft_s if drafts else self.step_s
+            seconds *= 1 + self.noise * self.rng.random()
+            tokens = int(num_decoding + accepted)
+            choice.note(num_decoding, drafts, seconds=seconds, tokens=tokens)
+            self.total_s += seconds
+            self.tokens += tokens
+            made.append(drafts)
+        return made
+
+    def rate_without(self, num_decoding: int = 4) -> float:
+        return num_decoding / (self.step_s * (1 + self.noise / 2))
+
+
+def test_good_drafts_are_made_and_as_many_as_pay():
+    assert Machine().run(DraftChoice((0, 1, 3)), 400)[-50:].count(3) > 40
+    dear = Machine(verify_s=0.01, draft_s=0.003, acceptance=0.5)
+    assert dear.run(DraftChoice((0, 1, 3)), 400)[-50:].count(1) > 40
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("verify_s", [0.012, 0.02, 0.1])
+def test_bad_drafts_cost_less_than_two_in_a_hundred(acceptance, verify_s):
+    machine, choice = Machine(acceptance=acceptance, verify_s=verify_s), DraftChoice((0, 1, 3))
+    machine.run(choice, 100)  # what is not known yet is tried once
+    machine.total_s = machine.tokens = 0.0
+    made = machine.run(choice, 6000)
+    assert machine.tokens / machine.total_s > 0.98 * machine.rate_without()
+    assert made.count(0) > 0.9 * len(made)
+
+
+def test_drafts_that_become_good_are_made_again_and_bad_ones_left():
+    machine, choice = Machine(acceptance=0.0), DraftChoice((0, 3))
+    assert machine.run(choice, 300)[-1] == 0
+    machine.acceptance = 0.9
+    assert 3 in machine.run(choice, 4000)[-100:]
+    machine.acceptance = 0.0
+    assert machine.run(choice, 200)[-50:].count(0) > 40
+
+
+def test_each_load_has_its_own_choice_and_begins_with_that_of_a_smaller_one():
+    choice, cheap, dear = DraftChoice((0, 3)), Machine(), Machine(verify_s=0.1)
+    cheap.run(choice, 200, num_decoding=1)
+    assert choice.choose(8) == 3
+    dear.run(choice, 200, num_decoding=8)
+    assert choice.choose(1) == 3 and choice.choose(15) == 0
+    assert set(choice.rates(8)) == {0, 3}
+
+
+def test_a_step_that_compiles_does_not_count():
+    choice = DraftChoice((0, 3))
+    for i in itertools.count():
+        if choice.rates(1).keys() == {0, 3}:
+            break
+        slow = i % 5 == 0
+        drafts = choice.choose(1)
+        choice.note(1, drafts, seconds=10.0 if slow else 0.01, tokens=1 + drafts)
+    assert choice.choose(1) == 3
+    assert choice.rates(1)[3] == pytest.approx(400)
+
+
+def test_steps_of_a_choice_before_do_not_count():
+    choice = DraftChoice((0, 3))
+    for _ in range(100):
+        choice.note(1, 0, seconds=1.0, tokens=1)
+    assert choice.rates(1) == {} and choice.choose(1) == 3

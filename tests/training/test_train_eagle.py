@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer of EAGLE-3 heads computes what the engine drafts, and writes a head that it reads."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.models.eagle.head import load_eagle_head
+from detjax.models.rope import rope_tables
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.eagle import dummy_eagle, dummy_ids, dummy_tensors, reference_drafts
+
+pytest.importorskip("optax")
+
+TOOL = Path(__file__).parents[2] / "tools/train_eagle.py"
+TARGET = dummy_config(vocab_size=48, num_layers=4)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def tool() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(TOOL), run_name="train_eagle"))
+
+
+def test_the_steps_of_training_are_the_drafts_of_a_text(tool):
+    """From the last place of a text each step must give the token that serving drafts."""
+    eagle = dummy_eagle(TARGET, draft_vocab_size=40)
+    tensors, ids = dummy_tensors(eagle, seed=2), dummy_ids(eagle)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, TARGET.vocab_size, 9).tolist()
+    embed = rng.standard_normal((TARGET.vocab_size, TARGET.hidden_size)).astype(np.float32)
+    features = rng.standard_normal((8, 3 * TARGET.hidden_size)).astype(np.float32)
+    drafts = reference_drafts(eagle, tensors, embed, features, tokens, count=STEPS)
+    text = np.array([[*tokens, *drafts]])
+    layer = eagle.layer
+    tables = rope_tables(layer.rope, head_dim=layer.head_dim, max_len=64)
+    features = np.concatenate([features, np.zeros((4, features.shape[1]), np.float32)])
+    row_of = {int(token): row for row, token in enumerate(ids)}
+    given = (
+        {name: jnp.asarray(value) for name, value in tensors.items()}, jnp.asarray(embed),
+        tuple(map(jnp.asarray, tables)), jnp.asarray(features[None]), jnp.asarray(text),
+    )  # fmt: skip
+    # The tool broadcasts and promotes as jax.numpy does by default.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for step, draft in enumerate(drafts):
+            labels = np.full(text.shape, -1)
+            labels[0, len(tokens) + step] = row_of[draft]
+            _, rights = tool.head_losses(eagle, STEPS, *given, jnp.asarray(labels))
+            assert rights[step] == 1.0, f"draft {step}"
+
+
+def test_the_draft_vocabulary_is_that_of_the_answers(tool):
+    eagle = dummy_eagle(TARGET, draft_vocab_size=4)
+    texts = [tool.Text(prompt=(1,), answer=(40, 40, 7, 7, 9, 9, 3))]
+    assert tool.frequent_tokens(texts, eagle).tolist() == [3, 7, 9, 40]
+    wider = dataclasses.replace(eagle, draft_vocab_size=6)
+    assert tool.frequent_tokens(texts, wider).tolist() == [0, 1, 3, 7, 9, 40]
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_written_and_drafts_without_a_changed_bit(tool, tmp_path, capsys):
+    arguments = (
+        "--model novels-6m --prompts 12 --prompt-length 8 --length 48 --steps 30 --batch-size 4 "
+        "--drafts 2 --draft-vocab-size 1000 --seconds 300"
+    )
+    assert tool.main([*arguments.split(), "--out", str(tmp_path / "head")]) == 0
+    assert "0 of 1 answers" in capsys.readouterr().out
+    model = dummy_model(dummy_config(vocab_size=4096, hidden_size=256, num_layers=5))
+    head = load_eagle_head(str(tmp_path / "head"), model=model)
+    assert head.eagle.draft_vocab_size == 1000 and head.eagle.feature_layers == (1, 2, 4)
