@@ -9,3 +9,5 @@ NO_CAST = "none"
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory for weights and cache together."""
+MAX_LORAS, MAX_LORA_RANK = 8, 16
+"""Adapters that may run at once, and their highest rank."""

@@ -111,7 +111,8 @@ _TRAINING = (
         name="rollout",
         default="both",
         choices=tuple(_ROLLOUTS),
-        help="kernels that sample: canonical, XLA's fastest, or both in a run each",
+        help="kernels that sample: canonical, XLA's fastest, or both in a run each. With "
+        "--lora-rank the other one is canonical as well, with the adapter added to the weights",
     ),
     _STEPS,
     Option(
@@ -130,6 +131,19 @@ _TRAINING = (
         default=1.0,
         metavar="X",
         help="longest gradient that is applied unscaled",
+    ),
+    Option(
+        name="lora_rank",
+        parse=int,
+        default=0,
+        help="train an adapter (LoRA) of this rank in place of the weights; 0 trains the weights",
+    ),
+    Option(
+        name="lora_alpha",
+        parse=float,
+        default=16.0,
+        metavar="X",
+        help="alpha of the adapter, whose scale is alpha over rank",
     ),
     Option(name="prompts", parse=int, default=16, help="problems a step"),
     Option(name="samples", parse=int, default=8, help="answers to each"),
@@ -203,6 +217,10 @@ def check_args(args: argparse.Namespace) -> None:
     num_seeds = len(args.seeds or (0,))
     if (args.save or args.resume) and (args.rollout == "both" or num_seeds > 1):
         raise InputError("--save and --resume are of one run: give one --rollout and one seed")
+    if args.lora_rank and args.rollout == "fast":
+        raise InputError(
+            "--lora-rank and --rollout fast do not go together; give invariant or both"
+        )
     check_model_option(args.model, None)
 
 
@@ -212,7 +230,10 @@ def grpo_args(args: argparse.Namespace) -> "GrpoArgs":
 
     names = [field.name for field in dataclasses.fields(GrpoArgs)]
     values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    values |= {"modes": _ROLLOUTS[args.rollout], "seeds": tuple(args.seeds or (0,))}
+    modes = _ROLLOUTS[args.rollout]
+    if args.lora_rank:
+        modes = tuple("merged" if mode == "fast" else mode for mode in modes)
+    values |= {"modes": modes, "seeds": tuple(args.seeds or (0,))}
     return GrpoArgs(**values)
 
 

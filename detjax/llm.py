@@ -17,9 +17,10 @@ import rich.progress
 
 from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
-from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, NO_CAST
+from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, MAX_LORA_RANK, MAX_LORAS, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.engine.lora_request import AdapterFolders, LoRARequest
 from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.outputs.generate_run import OnCompletion
 from detjax.engine.outputs.prompt_output import PromptOutput
@@ -35,6 +36,7 @@ from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.llm_config import LLMConfig
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.chat_template import NO_VARIABLES
 from detjax.models.eagle.head import AnyDraftModel
@@ -53,6 +55,7 @@ from detjax.sizing import choose_sizes
 Prompt = str | Sequence[int] | np.ndarray
 """A text, or token ids."""
 Message = Mapping[str, Any]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -93,6 +96,9 @@ class LLM:
         chat_template: str | Path | None = None,
         cache_dir: str | Path | None = AUTO,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        enable_lora: bool = False,
+        max_loras: int = MAX_LORAS,
+        max_lora_rank: int = MAX_LORA_RANK,
         num_processes: int = 1,
         show_progress: bool = True,
         progress: Progress = ignore_progress,
@@ -140,6 +146,11 @@ class LLM:
             speculative_config: Where drafts come from, as `SpeculativeConfig.of` reads it:
                 `{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 3}`. It
                 changes no bit. None: as `mode` and `engine_options` say.
+            enable_lora: Make room for adapters (LoRA), which `lora_request` of `generate` names.
+                Without it the programs are those of the model alone.
+            max_loras: Adapters that may run at once. More may be loaded; the devices keep those
+                that were used last.
+            max_lora_rank: Highest rank of an adapter, up to 128.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -168,11 +179,11 @@ class LLM:
                 quantized_weights=quantized_weights, progress=told, num_processes=num_processes,
             )  # fmt: skip
             draft_model = load_drafts(speculative, model=loaded, tokenizer=tokenizer, progress=told)
-        sizes = dict(
-            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len,
-            num_pages=num_pages, mode=mode, **engine_options,
-        )  # fmt: skip
-        asked = _asked(speculative, sizes)
+        room = AdapterSizes.of(enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank)
+        loaded = open_adapters(loaded, room)
+        asked = _asked(speculative, dict(
+            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len, mode=mode,
+            num_pages=num_pages, **engine_options))  # fmt: skip
         engine = choose_sizes(
             loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
         )
@@ -234,6 +245,7 @@ class LLM:
             model, config.engine, tracer=tracer, grammars=grammars, drafters=drafters,
             draft_model=draft_model,
         )  # fmt: skip
+        self._adapters = AdapterFolders(self.engine)
         is_bundled = config.folder == bundled_model_path()
         name = BUNDLED_NAME if is_bundled else config.name
         self._identifier = Identifier(model, tokenizer, name=name)
@@ -248,6 +260,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequests = None,
         has_control: bool = False,
         add_special_tokens: bool = True,
     ) -> list[PromptOutput]:
@@ -259,6 +272,9 @@ class LLM:
             sampling: How; one for all prompts, or one for each. None is
                 `default_sampling`. A completion ends at the latest with `max_len`. Where a seed is
                 None one is drawn for the call, and is in each output's `sampling`.
+            lora_request: The adapter that answers: one for all prompts, or one or None for each.
+                None is the model alone. A folder is read when it is first named, and when its
+                files change.
             has_control: Special tokens written out in a text become that token; else they are
                 text, with a warning.
             add_special_tokens: Without them a text is taken as it is written, nothing is put
@@ -276,7 +292,7 @@ class LLM:
             self._encoded(prompt, f"prompt {i}", has_control, add_special_tokens)
             for i, prompt in enumerate(_as_list(prompts))
         ]
-        return self._run(asked, sampling)
+        return self._run(asked, sampling, lora_request)
 
     @finishes_before_exit
     def chat(
@@ -284,6 +300,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequests = None,
         template_variables: Mapping[str, Any] = NO_VARIABLES,
         has_control: bool = False,
     ) -> list[PromptOutput]:
@@ -292,6 +309,7 @@ class LLM:
         Args:
             messages: A conversation, [{"role": ..., "content": ...}, ...], or a list of them.
             sampling: As `generate` has it.
+            lora_request: As `generate` has it.
             template_variables: What else the template knows: `{"enable_thinking": False}`, tools.
             has_control: As `generate` has it, of the messages.
 
@@ -313,13 +331,14 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(asked, sampling)
+        return self._run(asked, sampling, lora_request)
 
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
         top: int = 1,
+        lora_request: LoRARequests = None,
         has_control: bool = False,
         add_special_tokens: bool = True,
     ) -> list[PromptOutput]:
@@ -328,6 +347,7 @@ class LLM:
         Args:
             prompts: As `generate` has them.
             top: How many of the most likely tokens to report at each position, at most 64.
+            lora_request: As `generate` has it.
             has_control: As `generate` has it.
             add_special_tokens: As `generate` has it.
 
@@ -344,8 +364,9 @@ class LLM:
         """
         sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         return self.generate(
-            prompts, sampling, has_control=has_control, add_special_tokens=add_special_tokens
-        )
+            prompts, sampling, lora_request=lora_request, has_control=has_control,
+            add_special_tokens=add_special_tokens,
+        )  # fmt: skip
 
     def text_batch(self, requests: Sequence[Request]) -> TextBatch:
         """Return what makes texts of what `engine.generate` makes of requests.
@@ -398,6 +419,28 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt, has_control=has_control)
 
+    def load_adapter(self, folder: Path | str) -> str:
+        """Read an adapter's folder, unless it is known; return the hash that requests name it by.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the adapter does not go with the model, or `enable_lora` is off.
+        """
+        return self._adapters.load(Path(folder))
+
+    def _adapters_of(self, lora_request: LoRARequests, count: int) -> list[str]:
+        """The hash of each prompt's adapter; "" is the model alone."""
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            wanted: list[LoRARequest | None] = [lora_request] * count
+        else:
+            wanted = list(lora_request)
+        if len(wanted) != count:
+            raise ValueError(
+                f"there are {count} prompts and {len(wanted)} lora_request; give one, or one or "
+                "None for each prompt"
+            )
+        return ["" if one is None else self.load_adapter(one.lora_path) for one in wanted]
+
     def _draw_seed(self, samplings: Sequence[SamplingParams]) -> int:
         """A seed for those that sample and have none; 0 where there are none."""
         if all(params.seed is not None or params.temperature == 0 for params in samplings):
@@ -413,6 +456,7 @@ class LLM:
         self,
         asked: Sequence[tuple[str | None, Sequence[int]]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequests,
     ) -> list[PromptOutput]:
         """Continue token ids. The text of each is carried along."""
         one = self.default_sampling if sampling is None else sampling
@@ -422,6 +466,7 @@ class LLM:
                 f"there are {len(asked)} prompts and {len(samplings)} SamplingParams; give one, or "
                 "one for each prompt"
             )
+        adapters = self._adapters_of(lora_request, len(asked))
         seed = self._draw_seed(samplings)
         requests = [
             text_request(
@@ -432,8 +477,11 @@ class LLM:
                 is_deterministic=self.config.engine.mode != "fast",
                 tokenizer=self.tokenizer,
                 seed=seed,
+                adapter=adapter,
             )
-            for i, ((_, ids), params) in enumerate(zip(asked, samplings, strict=True))
+            for i, ((_, ids), params, adapter) in enumerate(
+                zip(asked, samplings, adapters, strict=True)
+            )
         ]
         batch = self.text_batch(requests)
         with self._generating(batch) as on_completion:

@@ -6,7 +6,9 @@ matplotlib is not imported here; it comes with the `plots` extra.
 
 from typing import Any
 
-COLOURS = {"invariant": "tab:blue", "dvr": "tab:green", "fast": "tab:orange"}
+COLOURS = {
+    "invariant": "tab:blue", "dvr": "tab:green", "fast": "tab:orange", "merged": "tab:orange",
+}  # fmt: skip
 """Of each mode of the engine, and of training whose rollout has it."""
 
 OTHERS = ("tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:red")

@@ -36,6 +36,7 @@ from detjax.cli.options import (
     flag_like,
     in_flags,
     of_field,
+    read_lora_modules,
 )
 from detjax.engine.config import EngineConfig
 from detjax.models.tokenizer_files import read_template_file
@@ -79,6 +80,8 @@ _MODEL = (
     options.QUANTIZED_WEIGHTS,
     options.GENERATION_CONFIG,
     options.CHAT_TEMPLATE,
+    options.ENABLE_LORA,
+    options.LORA_MODULES,
 )
 _DECODE_BATCHES = replace(
     of_field(EngineConfig, "decode_batches"), parse=int, nargs="+", default=None,
@@ -105,6 +108,8 @@ _ENGINE = (
     _DECODE_BATCHES,
     _MAX_NUM_BATCHED_TOKENS,
     _MAX_WAITING,
+    options.MAX_LORAS,
+    options.MAX_LORA_RANK,
     options.GPU_MEMORY_UTILIZATION,
     options.SELF_CHECK,
     Option(
@@ -146,11 +151,12 @@ _HTTP = (
     Option(
         name="admin_api_key", default=(), metavar="KEY",
         default_text="DETJAX_ADMIN_API_KEY, else there are no such routes",
-        help="for the routes of weights, sleep and pause; may be given several times",
+        help="for the routes of weights, adapters, sleep and pause; may be given several times",
     ),
     Option(
         name="weights_dir", default=(), metavar="DIR", default_text="none",
-        help="a folder that POST /update_weights_from_disk may read; may be given several times",
+        help="a folder that POST /update_weights_from_disk and /v1/load_lora_adapter may read; may "
+        "be given several times",
     ),
     Option(name="metrics_without_key", default=False, help="let anybody read /metrics"),
     options.SIGN,
@@ -203,7 +209,7 @@ _CORS = (
 )  # fmt: skip
 _AT_LEAST_1 = (
     options.TP, options.DP, options.MAX_LEN, options.BATCH_SIZE, _MAX_WAITING, _STREAM_INTERVAL,
-    _MAX_NUM_BATCHED_TOKENS,
+    _MAX_NUM_BATCHED_TOKENS, options.MAX_LORAS, options.MAX_LORA_RANK,
 )  # fmt: skip
 
 
@@ -333,6 +339,7 @@ def check_files(args: argparse.Namespace) -> None:
                 f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
             ) from error
     check_model_option(args.model, args.revision)
+    read_lora_modules(args.lora_modules)
     check_drafts(args.speculative_config)
 
 

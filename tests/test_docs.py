@@ -32,7 +32,7 @@ MAX_WORDS, MAX_COLUMNS = 40, 160
 OF_USERS = {"aime24.jsonl", "gsm8k_test.jsonl", "tokenizer_config.json", "key.pem"}
 """Files that a page names and that a user has."""
 OF_OTHERS = {"jaxlib/mosaic/gpu/dump.cc"}
-OF_ANSWERS = {"detjax.sampling", "detjax.warnings", "detjax.weight_version"}
+OF_ANSWERS = {"detjax.adapter", "detjax.sampling", "detjax.warnings", "detjax.weight_version"}
 """Fields of the object `detjax` in a choice of an answer."""
 
 

@@ -49,6 +49,15 @@ class GenerateArgs:
     model: str = _as(options.MODEL, _MODEL)
     revision: str | None = _as(options.REVISION, _MODEL)
     chat_template: str | None = _as(options.CHAT_TEMPLATE, _MODEL)
+    enable_lora: bool = _as(options.ENABLE_LORA, _MODEL)
+    lora_modules: tuple[str, ...] = _as(
+        replace(
+            options.LORA_MODULES,
+            help=f"{options.LORA_MODULES.help}. A single one answers all prompts; of several, a "
+            "line of --prompts-file names its own as `lora`",
+        ),
+        _MODEL,
+    )
     prompt: tuple[str, ...] = _as(options.PROMPT, _PROMPTS)
     prompts_file: str | None = _as(options.PROMPTS_FILE, _PROMPTS)
     chat: bool = _as(
@@ -250,6 +259,8 @@ class GenerateArgs:
     )
     verify_window: int = _as(_engine("verify_window"), _SCHEDULE)
     verify_rows: int = _as(_engine("verify_rows"), _SCHEDULE)
+    max_loras: int = _as(options.MAX_LORAS, _SCHEDULE)
+    max_lora_rank: int = _as(options.MAX_LORA_RANK, _SCHEDULE)
     num_pages: int = _as(options.NUM_PAGES, _SCHEDULE)
     gpu_memory_utilization: float | None = _as(options.GPU_MEMORY_UTILIZATION, _SCHEDULE)
     cache_dir: str = _as(options.CACHE_DIR, _SCHEDULE)

@@ -110,6 +110,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     started_s = time.perf_counter()
     with display.loading() as progress:
         model = open_model(args, files, progress, max_len)
+    batch = batch.naming(model.adapter_hashes)
     opened = _Opened(
         args=args, batch=batch, model=model, display=display,
         load_s=time.perf_counter() - started_s,

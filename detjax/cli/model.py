@@ -5,14 +5,19 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from detjax.cli.arguments import GenerateArgs, as_flags
 from detjax.cli.command_line import check_name
 from detjax.cli.errors import InputError, bad_input
-from detjax.cli.options import NO_CACHE, check_drafts, read_speculative_config
+from detjax.cli.options import (
+    NO_CACHE,
+    check_drafts,
+    read_lora_modules,
+    read_speculative_config,
+)
 from detjax.cli.processes import Processes, join_processes
 from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.engine.config import EngineConfig
@@ -25,6 +30,7 @@ from detjax.progress import Progress
 if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
     from detjax.llm_config import LLMConfig
+    from detjax.models.adapters.adapter import Adapter
     from detjax.models.eagle.head import AnyDraftModel
     from detjax.models.loading import LoadedModel
 
@@ -63,6 +69,7 @@ class OpenModel:
         backend_reason: Why its kernels run it.
         processes: That make the same calls.
         draft_model: Makes the drafts, if one does.
+        adapters: Those of --lora-modules, by name.
     """
 
     args: GenerateArgs
@@ -71,6 +78,12 @@ class OpenModel:
     backend_reason: str
     processes: Processes
     draft_model: "AnyDraftModel | None" = None
+    adapters: Mapping[str, "Adapter"] = field(default_factory=dict)
+
+    @property
+    def adapter_hashes(self) -> dict[str, str]:
+        """The hash of each adapter, by name."""
+        return {name: adapter.sha256 for name, adapter in self.adapters.items()}
 
     def size_engine(self, asked: Mapping[str, Any], work: Workload) -> EngineConfig:
         """Choose what is not asked for of an engine's options, for some work.
@@ -112,18 +125,22 @@ class OpenModel:
             InputError: If there is not enough memory.
         """
         from detjax.llm import LLM
+        from detjax.models.adapters.stack import share_adapters
 
         self.processes.check_same("settings", repr(engine))
         if self.model.backend.platform == "gpu":
             gc.collect()  # the cache of the engine before
         with bad_input(rephrase=as_flags):
-            return LLM.of(
-                self.model,
+            llm = LLM.of(
+                share_adapters(self.model),
                 self.files.tokenizer,
                 self.config_of(engine),
                 tracer=tracer,
                 draft_model=self.draft_model,
             )
+        for adapter in self.adapters.values():
+            llm.engine.add_adapter(adapter)
+        return llm
 
 
 OpensModel = Callable[[GenerateArgs, ModelFiles, Progress, int], OpenModel]
@@ -175,6 +192,7 @@ def open_model(
             processes.check_same_model(files.folder)
         model, reason = _load(args, files.folder, processes, progress, max_len)
         draft_model = _load_drafts(args, files, model, processes.telling(progress))
+        model, adapters = _open_adapters(args, model)
     processes.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
     share = args.gpu_memory_utilization
     if share is not None and model.backend.platform == "cpu":
@@ -184,8 +202,34 @@ def open_model(
         )
     return OpenModel(
         args=args, files=files, model=model, backend_reason=reason, processes=processes,
-        draft_model=draft_model,
+        draft_model=draft_model, adapters=adapters,
     )  # fmt: skip
+
+
+def _open_adapters(
+    args: GenerateArgs, model: "LoadedModel"
+) -> tuple["LoadedModel", dict[str, "Adapter"]]:
+    """Make room for adapters, if they are wanted, and read those that are given."""
+    from detjax.models.adapters.adapter import read_adapter
+    from detjax.models.adapters.stack import AdapterSizes, open_adapters
+
+    modules = read_lora_modules(args.lora_modules)
+    with bad_input(rephrase=as_flags):
+        sizes = AdapterSizes.of(
+            args.enable_lora or bool(modules),
+            max_loras=args.max_loras,
+            max_lora_rank=args.max_lora_rank,
+        )
+        if sizes is None:
+            return model, {}
+        model = open_adapters(model, sizes)
+    adapters = {}
+    for name, folder in modules.items():
+        with bad_input(f"--lora-modules {name}: "):
+            adapters[name] = read_adapter(
+                folder, model.config, dtype=model.profile.param_dtype, max_rank=args.max_lora_rank
+            )
+    return model, adapters
 
 
 def _load_drafts(

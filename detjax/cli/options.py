@@ -8,6 +8,7 @@ whose option must differ says so with `dataclasses.replace`; `tests/cli/test_opt
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from detjax import defaults
-from detjax.cli.errors import bad_input
+from detjax.cli.errors import InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
 from detjax.defaults import AUTO, NO_CAST
@@ -317,6 +318,28 @@ SPECULATIVE_CONFIG = Option(
     "Hugging Face id), `num_speculative_tokens` (3; 8 of suffix), and `disable_by_batch_size` "
     "(32), the most sequences that decode at once while drafts are made",
 )
+ENABLE_LORA = Option(
+    name="enable_lora",
+    default=False,
+    help="make room for adapters (LoRA); without it the programs are those of the model alone. "
+    "--lora-modules does it as well",
+)
+LORA_MODULES = Option(
+    name="lora_modules",
+    default=(),
+    nargs="+",
+    metavar="NAME=DIR",
+    help="adapters by name: a folder that PEFT has saved, or vLLM's JSON object with `name` and "
+    "`path`",
+)
+MAX_LORAS = Option(
+    name="max_loras", parse=int, default=defaults.MAX_LORAS,
+    help="adapters that run at once; the devices keep those that were used last",
+)  # fmt: skip
+MAX_LORA_RANK = Option(
+    name="max_lora_rank", parse=int, default=defaults.MAX_LORA_RANK,
+    help="highest rank of an adapter, up to 128",
+)  # fmt: skip
 DECODE_STEPS = of_field(EngineConfig, "decode_steps")
 SELF_CHECK = replace(
     of_field(EngineConfig, "self_check"),
@@ -353,7 +376,8 @@ PROMPTS_FILE = Option(
     metavar="FILE",
     help=".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
     "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
-    "`id`, `sampling` ({field of SamplingParams: value}), and for the template `tools`, "
+    '`id`, `sampling` ({field of SamplingParams: value}), `lora` (a name of --lora-modules, or "" '
+    "for the model alone), and for the template `tools`, "
     "`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`. Blank lines "
     "are skipped",
 )
@@ -412,6 +436,39 @@ CONFIG = Option(
     metavar="FILE",
     help="read options from this TOML file, as in `batch-size = 16`; the command line wins",
 )
+
+
+def read_lora_modules(given: Sequence[str]) -> dict[str, Path]:
+    """The folder of each adapter of --lora-modules, by name.
+
+    Raises:
+        InputError: If one cannot be read, or is no folder.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, folder = _lora_module(text)
+        if name in found:
+            raise InputError(f"--lora-modules {name!r} is given twice; give each a name of its own")
+        if not Path(folder).is_dir():
+            raise InputError(f"--lora-modules {name}={folder} is no folder")
+        found[name] = Path(folder)
+    return found
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    """Name and folder of an adapter."""
+    if not text.startswith("{"):
+        name, _, folder = text.partition("=")
+        values: Any = {"name": name, "path": folder}
+    else:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise InputError(f"--lora-modules {text:.200} is not JSON ({error})") from error
+    name, folder = (values.get(key) for key in ("name", "path"))
+    if not all(isinstance(value, str) and value for value in (name, folder)):
+        raise InputError(f"--lora-modules {text:.200}: give NAME=DIR")
+    return name, folder
 
 
 def check_drafts(given: str | None) -> None:

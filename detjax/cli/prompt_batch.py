@@ -10,6 +10,7 @@ from typing import Any
 
 from detjax.cli.arguments import GenerateArgs, about_form, sampling_params
 from detjax.cli.errors import InputError, bad_input
+from detjax.cli.options import read_lora_modules
 from detjax.cli.prompts import PromptEntry
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
@@ -32,11 +33,21 @@ class PromptBatch:
         requests: One for each prompt, in order.
         work: How much it is.
         extras: What completions of each prompt are written with.
+        adapters: Name of the adapter that answers each prompt; "" is the model alone.
     """
 
     requests: tuple[Request, ...]
     work: Workload
     extras: tuple[Mapping[str, Any], ...]
+    adapters: tuple[str, ...]
+
+    def naming(self, hashes: Mapping[str, str]) -> "PromptBatch":
+        """Return the batch with requests that name their adapters by these hashes."""
+        requests = (
+            dataclasses.replace(request, adapter=hashes.get(name, ""))
+            for request, name in zip(self.requests, self.adapters, strict=True)
+        )
+        return dataclasses.replace(self, requests=tuple(requests))
 
     @property
     def seqs(self) -> tuple[tuple[int, int], ...]:
@@ -77,6 +88,7 @@ def make_prompt_batch(
         InputError: If a prompt has no tokens, too many, or some that the model does not know.
     """
     of_command = sampling_params(args)
+    modules = read_lora_modules(args.lora_modules)
     context = config.max_position_embeddings
     max_len = args.max_len or context
     if max_len > context:
@@ -108,7 +120,21 @@ def make_prompt_batch(
         requests=tuple(requests),
         work=Workload.of(requests),
         extras=tuple(prompt.extras for prompt in prompts),
+        adapters=tuple(_adapter_of(prompt, list(modules)) for prompt in prompts),
     )
+
+
+def _adapter_of(prompt: PromptEntry, names: Sequence[str]) -> str:
+    """The adapter of a prompt: the one that it names, or the only one there is."""
+    if prompt.lora is None:
+        return names[0] if len(names) == 1 else ""
+    if prompt.lora not in ("", *names):
+        known = f"it has {', '.join(names)}" if names else "there is none"
+        raise InputError(
+            f"{prompt.origin}: `lora` is {prompt.lora!r:.80}, which is no name of --lora-modules; "
+            f"{known}"
+        )
+    return prompt.lora
 
 
 def _check_forms(

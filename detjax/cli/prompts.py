@@ -23,7 +23,7 @@ _DIRECT = ("tools", "add_generation_prompt", "continue_final_message")
 """Variables of a chat template that are keys of their own."""
 
 _TEMPLATE_KEYS = (*_DIRECT, "chat_template_kwargs")
-_KEYS = (*_KINDS, "id", "sampling", *_TEMPLATE_KEYS)
+_KEYS = (*_KINDS, "id", "sampling", "lora", *_TEMPLATE_KEYS)
 """Of a line of a .jsonl file."""
 
 
@@ -38,6 +38,7 @@ class PromptEntry:
         messages: To answer.
         variables: What else the chat template sees.
         sampling: Fields of `SamplingParams`, as JSON has them, in place of the command's.
+        lora: Name of the adapter that answers, "" the model alone; None where it is not said.
         extras: What its completions carry beside what they are: the `id`.
     """
 
@@ -47,6 +48,7 @@ class PromptEntry:
     messages: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    lora: str | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def entry(self) -> dict[str, Any]:
@@ -57,6 +59,8 @@ class PromptEntry:
             entry["chat_template_kwargs"] = variables
         if self.sampling:
             entry["sampling"] = self.sampling
+        if self.lora is not None:
+            entry["lora"] = self.lora
         if self.messages:
             return {"messages": self.messages, **entry, **self.extras}
         if self.token_ids:
@@ -196,6 +200,9 @@ def _read_json_line(line: str, origin: str) -> PromptEntry:
         messages=_messages(entry, origin),
         variables=_variables(entry, origin),
         sampling=_sampling(entry, origin),
+        lora=_typed(entry, "lora", str, "a name of --lora-modules", None, origin)
+        if "lora" in entry
+        else None,
         extras={"id": entry["id"]} if "id" in entry else {},
     )
 

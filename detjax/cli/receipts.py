@@ -24,6 +24,7 @@ from detjax.cli.display import MAX_LINES
 from detjax.cli.errors import BITS_DIFFER, EXIT_CODES, OK, bad_input, one_line
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
+from detjax.defaults import MAX_LORA_RANK
 from detjax.engine.outputs.completion import CompletionOutput
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.canonical_json import canonical_json
@@ -70,6 +71,10 @@ def write_receipts(
 
 _MODEL = replace(options.MODEL, default=None, default_text="the id in the receipts")
 _REVISION = replace(options.REVISION, default_text="that of the receipts")
+_LORA_MODULES = replace(
+    options.LORA_MODULES,
+    help="the folder of each adapter that the receipts name by its hash, under any name",
+)
 _BACKEND = replace(options.BACKEND, default_text="auto: that of the receipts")
 _SIZES = options.TP, options.DP, options.BATCH_SIZE, options.PREFILL_CHUNK
 _ACCEPT = Option(
@@ -106,7 +111,7 @@ def make_receipt_parser(
         f"  {example}\n\n{EXIT_CODES}",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
-    add_options(parser, "model", (_MODEL, _REVISION))
+    add_options(parser, "model", (_MODEL, _REVISION, _LORA_MODULES))
     add_options(parser, "kernels", (_BACKEND,))
     schedule = (*_SIZES, options.CACHE_DIR, *own)
     add_options(parser, "batch, mesh and schedule (change no bit)", schedule)
@@ -374,12 +379,14 @@ def _open(
 ) -> "LLM":
     """The model, with the numerics that the receipts name and room for their answers."""
     from detjax.llm import LLM
+    from detjax.models.adapters.peft_config import read_peft_config
     from detjax.models.hf_config import load_config
     from detjax.models.quantization.scheme import weights_option
     from detjax.numerics import NumericsProfile
 
-    first = receipts[0]
-    return LLM(
+    first, modules = receipts[0], options.read_lora_modules(args.lora_modules)
+    ranks = [read_peft_config(module).max_rank for module in modules.values()]
+    llm = LLM(
         folder,
         backend=_backend_of(args, first),
         tp=args.tp,
@@ -392,8 +399,23 @@ def _open(
         max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
         cache_dir=None,
         show_progress=not args.quiet,
+        enable_lora=bool(modules),
+        max_lora_rank=max(ranks, default=MAX_LORA_RANK),
         **asked,
     )
+    _load_adapters(llm, receipts, list(modules.values()))
+    return llm
+
+
+def _load_adapters(llm: "LLM", receipts: Sequence["Receipt"], folders: Sequence[Path]) -> None:
+    """Read the adapters, and see that they are those of the receipts."""
+    loaded = {llm.load_adapter(folder) for folder in folders}
+    for number, receipt in enumerate(receipts, start=1):
+        if receipt.adapter and receipt.adapter not in loaded:
+            raise ValueError(
+                f"receipt {number} was made with the adapter {receipt.adapter}, and --lora-modules "
+                f"has {', '.join(sorted(loaded)) or 'none'}; give its folder as NAME=DIR"
+            )
 
 
 def _compare_identity(

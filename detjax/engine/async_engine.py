@@ -31,6 +31,7 @@ class StepsRequests(Protocol):
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         on_token: OnToken = ignore_token,
     ) -> int:
         """As `Engine` has it, and so are the others."""
@@ -67,6 +68,14 @@ class StepsRequests(Protocol):
 
     def load_folder(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a folder."""
+        ...
+
+    def load_adapter(self, folder: Path) -> str:
+        """Read an adapter, and return its hash."""
+        ...
+
+    def remove_adapter(self, sha256: str) -> None:
+        """Let no further request name an adapter."""
         ...
 
     def sleep(self, *, keeps_weights: bool = True) -> None:
@@ -162,6 +171,7 @@ class AsyncEngine:
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         on_token: OnToken = ignore_token,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield what each step releases of a request, until all its sequences have ended.
@@ -182,6 +192,7 @@ class AsyncEngine:
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
             on_token=on_token,
             sink=queue.put_nowait,
         )
@@ -205,6 +216,7 @@ class AsyncEngine:
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         on_token: OnToken = ignore_token,
         sink: Sink,
         stream_interval: int = 1,
@@ -219,6 +231,7 @@ class AsyncEngine:
             is_deterministic: Whether the answer must be the canonical one.
             priority: Higher goes first.
             cache_salt: As `Request` has it.
+            adapter: Hash of a loaded adapter, or "".
             on_token: Told each token at once.
             sink: Told what is released, and errors.
             stream_interval: Tokens of a sequence that the sink is told at once. The first one, the
@@ -240,6 +253,7 @@ class AsyncEngine:
                 is_deterministic=is_deterministic,
                 priority=priority,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 on_token=on_token,
             )
             self._sinks[request_id] = sink

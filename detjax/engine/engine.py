@@ -41,6 +41,7 @@ from detjax.engine.outputs.request_output import FinishReason, PromptLogprobs, R
 from detjax.engine.outputs_lease import OutputsLease
 from detjax.engine.recovery import Recovery
 from detjax.engine.requests.input_processor import MAX_ADMITTED, InputProcessor
+from detjax.engine.requests.known_adapters import KnownAdapters
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import RequestStates
 from detjax.engine.requests.sampling_params import SamplingParams
@@ -61,6 +62,8 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
 from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
+from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.stack import num_adapter_slots
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -121,6 +124,7 @@ class Engine:
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
         )
+        _check_adapters(model, config)
         if jax.process_count() > 1:
             # WHY: each process plans its own steps, and their clocks differ.
             replica = dataclasses.replace(replica, adapts_drafts=False)
@@ -131,7 +135,9 @@ class Engine:
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
             drafters=drafters if config.has_prompt_lookup else (),
+            num_adapter_slots=num_adapter_slots(model),
         )
+        self._adapters = KnownAdapters(model)
         self._claim = Claim(model, replica, self._stats)
         self._runner = ModelRunner(
             model,
@@ -200,6 +206,7 @@ class Engine:
             output_processor=self._output_processor,
             stat_logger=self._stat_logger,
             grammars=grammars,
+            adapters=self._adapters,
         )
         self._recovery = Recovery(
             self._states, self._scheduler, self._runner, self._output_processor
@@ -247,6 +254,7 @@ class Engine:
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         on_token: OnToken = ignore_token,
     ) -> int:
         """Queue a request.
@@ -260,6 +268,7 @@ class Engine:
             is_deterministic: Whether the answer must be the canonical one.
             priority: Higher goes first; a level is worth 200 steps of waiting.
             cache_salt: As `Request` has it.
+            adapter: Hash of a loaded adapter, or "".
             on_token: Told every token as it is released; True ends that sequence. If it raises,
                 that sequence alone fails.
 
@@ -278,6 +287,7 @@ class Engine:
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self.check_request(request)
         return self.enqueue_request(request, on_token)
@@ -396,6 +406,39 @@ class Engine:
         self._forget_computed()
         with self._sleep.weights_aside():
             self.load_weights(self._model.read_folder(folder), version=version)
+
+    def load_adapter(self, folder: Path) -> str:
+        """Read an adapter (LoRA) that PEFT has saved, so that requests may name it.
+
+        From any thread. It stays in the host's memory until `remove_adapter`; the devices get it
+        when a request needs it.
+
+        Returns:
+            Its hash, for `Request.adapter`.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the adapter is not of this model, asks for what is not supported, or the
+                model was opened without room for adapters (`open_adapters`).
+        """
+        return self.add_adapter(self._adapters.read(folder))
+
+    def add_adapter(self, adapter: Adapter) -> str:
+        """Let requests name an adapter that is in memory; return its hash. From any thread.
+
+        Raises:
+            ValueError: If its rank does not fit, or the model has no room for adapters.
+        """
+        self._adapters.add(adapter)
+        return adapter.sha256
+
+    def remove_adapter(self, sha256: str) -> None:
+        """Let no further request name an adapter; those that have it go on. From any thread.
+
+        Raises:
+            ValueError: If there is none of this hash.
+        """
+        self._adapters.remove(sha256)
 
     def check_folder(self, folder: Path) -> None:
         """Refuse what `load_folder` would refuse before it reads a weight. From any thread.
@@ -596,7 +639,7 @@ class Engine:
             self._input_processor.enqueue(request_id, requests[i], run.listener, request_idx=i)
 
     def score(
-        self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1
+        self, sequences: abc.Sequence[abc.Sequence[int]], *, top: int = 1, adapter: str = ""
     ) -> list[PromptLogprobs]:
         """Say how likely each token of given sequences is, after those before it (teacher-forced).
 
@@ -606,6 +649,7 @@ class Engine:
         Args:
             sequences: Token ids of each, at least one and at most `max_len`.
             top: How many of the most likely tokens to report at each position, at most 64.
+            adapter: Hash of a loaded adapter, or "".
 
         Returns:
             Of each sequence, a `PromptLogprob` for every token after the first.
@@ -626,6 +670,7 @@ class Engine:
                 prompt_token_ids=tuple(sequence),
                 sampling=sampling,
                 is_deterministic=self._config.mode != "fast",
+                adapter=adapter,
             )
             for sequence in sequences
         ]
@@ -742,7 +787,18 @@ class Engine:
         stats.num_running = len(self._scheduler.running)
         stats.num_pages_cached = sum(pool.num_cached for pool in pools)
         stats.num_pages_held = sum(pool.num_pages - pool.num_available for pool in pools)
+        stats.num_adapters = len(self._adapters)
+        stats.num_adapters_evicted = self._scheduler.adapters.num_evicted
         stats.num_pages_evicted = sum(pool.num_evicted for pool in pools)
         stats.num_preempted = self._scheduler.num_preempted
         stats.prefix_tokens = self._scheduler.num_prefix_tokens
         return stats
+
+
+def _check_adapters(model: LoadedModel, config: EngineConfig) -> None:
+    """Refuse steps without claims where rows may have adapters."""
+    if num_adapter_slots(model) and config.mode != "invariant":
+        raise ValueError(
+            f"adapters with mode={config.mode!r} are not supported; use mode='invariant', or leave "
+            "enable_lora out"
+        )

@@ -111,6 +111,8 @@ class EngineStats:
         num_pages_held: Pages that sequences, and a check of an answer, hold, now.
         num_pages_cached: Pages kept for their content alone, now.
         num_pages_evicted: Such pages that were given out again.
+        num_adapters: Adapters that requests may name, now.
+        num_adapters_evicted: Adapters that lost their slot on the devices to another.
         num_preempted: Times a sequence lost its pages to another.
         prompt_tokens: Of all sequences.
         prefix_tokens: Of these, found in the prefix cache.
@@ -160,6 +162,8 @@ class EngineStats:
     num_pages_held: int = 0
     num_pages_cached: int = 0
     num_pages_evicted: int = 0
+    num_adapters: int = 0
+    num_adapters_evicted: int = 0
     num_preempted: int = 0
     prompt_tokens: int = 0
     prefix_tokens: int = 0

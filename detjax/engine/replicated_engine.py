@@ -161,6 +161,7 @@ class ReplicatedEngine:
         is_deterministic: bool = True,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         on_token: OnToken = ignore_token,
     ) -> int:
         """Queue a request for the next step of all processes: as `Engine.add_request`."""
@@ -171,6 +172,7 @@ class ReplicatedEngine:
             is_deterministic=is_deterministic,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         is_heard = on_token is not ignore_token
         data = _ENCODER.encode(Admission(request, is_heard))
@@ -319,6 +321,21 @@ class ReplicatedEngine:
     def load_folder(self, folder: Path, *, version: int) -> None:
         """Refuse it."""
         self.check_folder(folder)
+
+    def load_adapter(self, folder: Path) -> NoReturn:
+        """Refuse it, and so does `remove_adapter`.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "adapters in a job of several processes are not supported; use one process for all "
+            "GPUs of a machine"
+        )
+
+    def remove_adapter(self, sha256: str) -> None:
+        """Refuse it."""
+        self.load_adapter(Path())
 
     def sleep(self, *, keeps_weights: bool = True) -> None:
         """Refuse it."""

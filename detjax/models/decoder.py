@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
@@ -147,6 +148,7 @@ def forward(
     see_tokens(ctx, tokens, cos, sin)
     ops = CanonicalOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, exchange=exchange, wanted=wanted)
     ops = ctx.taps.watch(ops, num_layers=ctx.config.num_layers)
+    params = with_adapters(params, tokens.adapters)
     pages, stream = run_layers(ops, params, tokens.ids.reshape(-1), pages)
     x = final_rows(ctx, *stream, params["final_norm"])
     ctx.taps.see("final_norm", x)

@@ -49,8 +49,8 @@ def _why_no_model(folder: Path) -> str | None:
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
         base = base if isinstance(base, str) and base else "its base model"
         return (
-            f"is an adapter (LoRA) of {base}, not a model; merge them with peft's merge_and_unload "
-            "and save_pretrained, and give the merged folder"
+            f"is an adapter (LoRA) of {base}, not a model; give that as the model, and this folder "
+            "with --lora-modules NAME=DIR, or lora_request of LLM.generate"
         )
     if gguf := sorted(name for name in files if name.endswith(".gguf")):
         return (

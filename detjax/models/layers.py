@@ -36,6 +36,8 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix
+from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -48,6 +50,7 @@ from detjax.pallas_kernels.moe.api import (
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads
+from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
     Exchange,
@@ -81,11 +84,14 @@ class Tokens:
         ids: Token ids, int32 [B, T].
         positions: Absolute position of each, int32 [B, T]; -1 marks padding.
         page_table: Cache page of each block of a sequence, int32 [B, n].
+        adapters: Slot of each sequence's adapter, int32 [B], -1 where it has none; None in a
+            program without adapters.
     """
 
     ids: Any
     positions: Any
     page_table: Any
+    adapters: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +167,10 @@ def project(
     residual, x = stream
     w, bias = weights["qkv"], weights.get("qkv_bias")
     options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
-    if x is not None:
+    if isinstance(w, AdaptedMatrix):
+        rows = final_rows(ctx, residual, x, weights["attn_norm"])
+        qkv = adapted_linear(ctx, rows, w, bias)
+    elif x is not None:
         qkv = linear(x, w, bias, **options)
     elif isinstance(residual, UnaddedExperts):
         qkv, total = combine_experts_norm_linear(
@@ -233,10 +242,16 @@ def attend(
         eps=config.rms_norm_eps,
         profile=ctx.profile,
         backend=ctx.backend,
-        # WHY: weights of 8 bits gain nothing: 3.2 ms a step at batch 8, and 2.9 without (8B, H200).
-        prefetch=None if is_quantized(weights["o"]) else weights["o"],
+        prefetch=_prefetched(weights["o"]),
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def _prefetched(w: Any) -> jax.Array | None:
+    """What attention may bring into the cache of the GPU for the product behind it."""
+    w = w.base if isinstance(w, AdaptedMatrix) else w
+    # WHY: weights of 8 bits gain nothing: 3.2 ms a step at batch 8, and 2.9 without (8B, H200).
+    return None if is_quantized(w) else w
 
 
 def attend_from(
@@ -317,6 +332,9 @@ def gated_layer(
     x: Activation[Array, "M D"] | None,
 ) -> Activation[Array, "M f"]:
     """The feed-forward layer up to its row-parallel product; `x` as in `Stream`."""
+    if isinstance(weights["gate_up"], AdaptedMatrix):
+        rows = final_rows(ctx, residual, x, weights["mlp_norm"])
+        return swiglu(adapted_linear(ctx, rows, weights["gate_up"], None), backend=ctx.backend)
     if ctx.config.gating is Gating.GEGLU:
         x = final_rows(ctx, residual, x, weights["mlp_norm"])
         gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=ctx.backend)
@@ -447,6 +465,72 @@ def parts_in_columns(partial: Float32[Array, "... M D"]) -> Float32[Array, "M X"
     return jnp.moveaxis(partial, 0, 1).reshape(partial.shape[1], -1)
 
 
+def adapted_linear(
+    ctx: ForwardContext,
+    x: Activation[Array, "M I"],
+    w: AdaptedMatrix,
+    bias: Activation[Array, " o"] | None,
+) -> Activation[Array, "M o"]:
+    """A product whose outputs are split over ranks, with each row's adapter.
+
+    `out = round((base(x) + bias) + B round(s A x))`; every rank has A, and its rows of B.
+    """
+    float32 = jnp.dtype(jnp.float32)
+    base = linear(x, w.base, bias, out_dtype=float32, backend=ctx.backend)
+    leaf_sums = linear_leaf_sums(
+        x, w.stack.a, reduction=tree_reduction(x.shape[1], ctx.profile), backend=ctx.backend
+    )
+    return _add_adapters(ctx, base, leaf_sums, w, out_dtype=ctx.profile.activation_dtype)
+
+
+def _add_adapters(
+    ctx: ForwardContext,
+    base: Float32[Array, "M o"],
+    leaf_sums: Float32[Array, "A M X"],
+    w: AdaptedMatrix,
+    *,
+    out_dtype: jnp.dtype,
+) -> Activation[Array, "M o"]:
+    """Finish `A x`, and add `B h` to an unrounded product."""
+    # A sequence has all its rows here, or in the last layer the one that is wanted.
+    slots = jnp.repeat(w.slots, base.shape[0] // w.slots.shape[0])
+    h = lora_hidden(
+        leaf_sums, slots, w.stack.scales,
+        out_dtype=ctx.profile.activation_dtype, backend=ctx.backend,
+    )  # fmt: skip
+    return lora_add(base, h, w.stack.b, out_dtype=out_dtype, backend=ctx.backend)
+
+
+def _adapted_row_parallel(
+    ctx: ForwardContext,
+    x: Activation[Array, "M i"],
+    w: AdaptedMatrix,
+    residual: Activation[Array, "M D"],
+    bias: Activation[Array, " D"] | None,
+    gain: Activation[Array, " D"],
+) -> Stream:
+    """`row_parallel_norm` with each row's adapter: `total = round(residual + ((tree + p) + bias))`.
+
+    p is `B round(s tree(A x))`. Each rank has its columns of A, and all of B. Ranks add both trees
+    by a butterfly, so every rank has every row of the residual stream.
+    """
+    reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
+
+    def whole_sum(matrix: Any) -> jax.Array:
+        partial = linear_partial(x, matrix, reduction=reduction, backend=ctx.backend)
+        return butterfly_sum(partial, TP_AXIS, ctx.tp, backend=ctx.backend)
+
+    if ctx.tp == 1:  # WHY: what finishes h adds the leaves as well, a launch less.
+        sums = linear_leaf_sums(x, w.stack.a, reduction=reduction, backend=ctx.backend)
+    else:
+        sums = whole_sum(w.stack.a)[None]
+    partial = whole_sum(w.base)
+    partial = _add_adapters(ctx, partial, sums, w, out_dtype=jnp.dtype(jnp.float32))
+    ctx.taps.see("sum", parts_in_columns(partial))
+    eps = ctx.config.rms_norm_eps
+    return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=ctx.backend))
+
+
 def _add_own_outputs(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
@@ -474,7 +558,7 @@ def _add_own_outputs(
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
-    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix,
+    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix | AdaptedMatrix,
     residual: Activation[Array, "R D"],
     bias: Activation[Array, " D"] | None,
     gain: Activation[Array, " D"],
@@ -491,6 +575,8 @@ def row_parallel_norm(
     rank keeps its own of the residual stream if it may. The bits are the same. Ranks own outputs of
     8-bit weights that multiply 8-bit activations, not inputs.
     """
+    if isinstance(w, AdaptedMatrix):
+        return _adapted_row_parallel(ctx, x, w, residual, bias, gain)
     reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
     eps, backend = ctx.config.rms_norm_eps, ctx.backend
     if ctx.tp > 1 and isinstance(w, W8A8Matrix):

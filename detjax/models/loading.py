@@ -17,6 +17,7 @@ from detjax.array_types import Array, Float32
 from detjax.compilation.kept_executables import read_ahead
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.abstract import why_unsupported
+from detjax.models.adapters.program import ADAPTERS
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config, read_quantization
@@ -52,6 +53,9 @@ from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_excha
 from detjax.parallel.mesh import TP_AXIS
 
 LOG = logging.getLogger(__name__)
+
+_NO_WEIGHTS = ("exchange", ADAPTERS)
+"""What `params` have besides the weights: buffers of the mesh, and adapters."""
 
 _NOT_OF_WEIGHTS = {"max_position_embeddings", "bos_token_id", "eos_token_ids"}
 """Fields of a configuration that decide nothing of what weights compute."""
@@ -96,7 +100,7 @@ class LoadedModel:
         Raises:
             ValueError: If a weight does not fit, naming it; nothing is replaced then.
         """
-        old = self._own_weights()
+        old = self.own_weights()
         if jax.tree.structure(old) != jax.tree.structure(weights):
             raise ValueError(f"the weights' names differ from those of the model: {sorted(old)}")
         for (path, have), new in zip(
@@ -199,7 +203,7 @@ class LoadedModel:
                 f"{folder / changed[0][0]} changed while it was read; write weights to a folder of "
                 "their own, and ask when it is complete"
             )
-        return with_scale_code_of(params, self._own_weights())
+        return with_scale_code_of(params, self.own_weights())
 
     def _refuse_packed(self, what: str) -> None:
         if self.matrix_form is not MatrixForm.EXPANDED and has_packed(self.params):
@@ -215,20 +219,20 @@ class LoadedModel:
 
     def take_weights_to_host(self) -> Params:
         """Free the weights on the devices; their copy on the host, for `put_weights_back`."""
-        return take_to_host(self._own_weights())
+        return take_to_host(self.own_weights())
 
     def give_up_weights(self) -> None:
         """Free the weights on the devices; nobody has them then."""
-        for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(self._own_weights())}.values():
+        for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(self.own_weights())}.values():
             leaf.delete()
 
     def put_weights_back(self, host: Params) -> None:
         """Put the weights where they were."""
-        self.params.update(put_on_devices(host, self._own_weights()))
+        self.params.update(put_on_devices(host, self.own_weights()))
 
-    def _own_weights(self) -> Params:
-        """The weights, without the buffers of the mesh."""
-        return {name: leaf for name, leaf in self.params.items() if name != "exchange"}
+    def own_weights(self) -> Params:
+        """Return the weights, without the buffers of the mesh and adapters."""
+        return {name: leaf for name, leaf in self.params.items() if name not in _NO_WEIGHTS}
 
     @finishes_before_exit
     def save(self, folder: Path | str) -> None:
@@ -258,7 +262,7 @@ class LoadedModel:
             raise ValueError(f"{folder} holds a model already; give another folder")
         save_params(
             folder,
-            self.params,
+            self.own_weights(),
             load_config(self.folder),  # `self.config` may be of a shorter context
             self.mesh,
             vocab_block=self.profile.vocab_block,

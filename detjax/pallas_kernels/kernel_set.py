@@ -26,12 +26,14 @@ class KernelSet(Protocol):
             so that such drafts gain nothing.
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
+        adapted_dtypes: Of activations whose products may have adapters.
     """
 
     takes_every_model: bool
     attention_beats_xla: bool
     steps_beat_xla: bool
     reads_codes: bool
+    adapted_dtypes: tuple[str, ...]
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""
@@ -113,6 +115,14 @@ class KernelSet(Protocol):
 
     def w8a8_swiglu(self, x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
         """See `linear.w8a8.w8a8_swiglu`."""
+        ...
+
+    def lora_hidden(self, leaf_sums, slots, scales, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `lora.api.lora_hidden`."""
+        ...
+
+    def lora_add(self, base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `lora.api.lora_add`."""
         ...
 
     def rms_norm(self, x, gain, *, eps: float) -> jax.Array:

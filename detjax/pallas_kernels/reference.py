@@ -24,6 +24,8 @@ from detjax.pallas_kernels.linear.reference import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.reference import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.reference import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.reference import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.lora.reference import lora_add as lora_add
+from detjax.pallas_kernels.lora.reference import lora_hidden as lora_hidden
 from detjax.pallas_kernels.moe.reference import (
     combine_experts_add_rms_norm as combine_experts_add_rms_norm,
 )
@@ -53,6 +55,7 @@ takes_every_model = False
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
+adapted_dtypes: tuple[str, ...] = ()
 
 
 def why_not_here() -> str | None:

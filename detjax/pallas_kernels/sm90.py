@@ -27,6 +27,8 @@ from detjax.pallas_kernels.linear.sm90_w8a8 import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.sm90 import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.sm90 import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.sm90 import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.lora.sm90 import lora_add as lora_add
+from detjax.pallas_kernels.lora.sm90 import lora_hidden as lora_hidden
 from detjax.pallas_kernels.moe.sm90 import (
     combine_experts_add_rms_norm as combine_experts_add_rms_norm,
 )
@@ -55,6 +57,7 @@ takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
+adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 
 
 def why_not_here() -> str | None:

@@ -111,14 +111,14 @@ class Identifier:
         """Hash of the weights as they are now; None in a job of several processes."""
         if jax.process_count() > 1:
             return None
-        params = {name: leaf for name, leaf in self._model.params.items() if name != "exchange"}
+        params = self._model.own_weights()
         leaves = jax.tree.leaves(params)
         is_known = len(leaves) == len(self._hashed) and all(
             new is old for new, old in zip(leaves, self._hashed, strict=True)
         )
         if not is_known:
             self._weights = hash_weights(
-                self._model.params,
+                params,
                 self._model.config,
                 self._model.mesh,
                 vocab_block=self._model.profile.vocab_block,

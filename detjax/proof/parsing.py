@@ -56,7 +56,12 @@ def parse(line: bytes) -> dict[str, Any]:
     _check_depth(values)
     _check_hashes(values)
     for section, fields in _FIELDS.items():
-        _check_fields(section, values[section], fields)
+        there = {
+            name: check
+            for name, check in _OPTIONAL.get(section, {}).items()
+            if name in values[section]
+        }
+        _check_fields(section, values[section], {**fields, **there})
     _check_profile(values["numerics"]["profile"])
     return values
 
@@ -205,6 +210,11 @@ _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
     },
 }  # fmt: skip
 """What each field must be, and how to see it. `build` has other texts too, by the platform."""
+
+_OPTIONAL: dict[str, dict[str, tuple[str, _Check]]] = {
+    "request": {"adapter": ("a sha256", _SHA256)},
+}
+"""Fields that a section has where they say something."""
 
 
 def _check_fields(

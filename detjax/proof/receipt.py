@@ -52,7 +52,8 @@ class Receipt:
         request: `prompt_token_ids`; `sampling`, every field of `SamplingParams` as it was used, of
             this sequence alone (`n` is 1, `best_of` 0, `noise_stream` says which) and without
             logprobs of the prompt (`prompt_logprobs` is null), the seed as a decimal string;
-            `end_token_ids`, the model's own; `is_deterministic`, true.
+            `end_token_ids`, the model's own; `is_deterministic`, true; `adapter`, the hash of the
+            adapter that answered, if there was one.
         answer: `token_ids`; `logprobs_f32`, base64 of little-endian float32; `top_logprobs`, null
             or `{"ids": [[...]], "logprobs_f32": ...}`; `finish_reason`; `text`; `digest`.
         signature: Of the bytes of all others, or None.
@@ -112,7 +113,11 @@ class Receipt:
             numerics=identity.numerics,
             build=identity.build,
             request=_request_values(
-                done.prompt_token_ids, output.sampling, done.sequence_idx, end_token_ids
+                done.prompt_token_ids,
+                output.sampling,
+                done.sequence_idx,
+                end_token_ids,
+                output.adapter,
             ),
             answer=_answer_values(done, output.text),
         )
@@ -174,6 +179,11 @@ class Receipt:
         """As it was used."""
         values = self.request["sampling"]
         return SamplingParams.from_dict(values | {"seed": int(values["seed"])})
+
+    @property
+    def adapter(self) -> str:
+        """Hash of the adapter that answered; "" is the model alone."""
+        return self.request.get("adapter", "")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -243,7 +253,11 @@ class Receipt:
         spelled = dataclasses.replace(
             self,
             request=_request_values(
-                completion.prompt_token_ids, sampling, 0, self.request["end_token_ids"]
+                completion.prompt_token_ids,
+                sampling,
+                0,
+                self.request["end_token_ids"],
+                self.adapter,
             ),
             answer=_answer_values(completion, answer["text"]),
         )
@@ -292,6 +306,7 @@ def _request_values(
     sampling: SamplingParams,
     sequence_idx: int,
     end_token_ids: Iterable[int],
+    adapter: str,
 ) -> dict[str, Any]:
     """Return the request for one sequence alone."""
     alone = dataclasses.replace(
@@ -306,6 +321,7 @@ def _request_values(
         "sampling": alone.as_dict() | {"seed": str(alone.seed or 0)},
         "end_token_ids": sorted(set(end_token_ids)),
         "is_deterministic": True,
+        **({"adapter": adapter} if adapter else {}),
     }
 
 

@@ -229,6 +229,7 @@ def _request_of(
         limits=RequestLimits.of(config, config.max_position_embeddings),
         is_deterministic=True,
         tokenizer=tokenizer,
+        adapter=receipt.adapter,
     )
     as_tokens = dataclasses.replace(request, sampling=token_sampling(request.sampling, tokenizer))
     engine.check_request(as_tokens)

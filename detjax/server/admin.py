@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes of an administrator: weights, sleep and pause, as SGLang and vLLM name them."""
+"""The routes of an administrator: weights, adapters, sleep, pause, as SGLang and vLLM name them."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -124,6 +124,40 @@ class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tags: list[Literal["weights", "kv_cache"]] = []
 
 
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/load_lora_adapter, with vLLM's names.
+
+    Attributes:
+        lora_name: What clients ask for as their `model`.
+        lora_path: A folder that PEFT has saved, in a `--weights-dir`.
+        load_inplace: Taken only as false: unload the old adapter first.
+    """
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    lora_path: str
+    load_inplace: bool = False
+
+    def check(self) -> None:
+        """Refuse what would have to be ignored."""
+        if self.load_inplace:
+            raise RefusedError(
+                "load_inplace=true is not supported: unload the old adapter first",
+                field="load_inplace",
+            )
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/unload_lora_adapter, with vLLM's names.
+
+    Attributes:
+        lora_name: Of the adapter.
+        lora_int_id: vLLM's number of it, for the caller's own records.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class Admin:
     """What each route does."""
 
@@ -148,6 +182,19 @@ class Admin:
             "weight_version": version,
             "weights": self._service.model.identity.model["weights"],
         })  # fmt: skip
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Serve the adapter of a folder under a name."""
+        asked = await self._reader.parsed(request, LoadAdapterRequest)
+        asked.check()
+        await self._control.load_adapter(asked.lora_name, asked.lora_path)
+        return _told(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Serve an adapter no more."""
+        asked = await self._reader.parsed(request, UnloadAdapterRequest)
+        self._control.unload_adapter(asked.lora_name)
+        return _told(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     async def pause(self, request: Request) -> Response:
         """Let requests that come wait."""
@@ -190,6 +237,8 @@ class Admin:
         """Of the table of routes: verb, path, what it does, what it asks."""
         return (
             ("POST", "/update_weights_from_disk", self.update_weights, UpdateWeightsRequest),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterRequest),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter, UnloadAdapterRequest),
             ("POST", "/pause", self.pause, PauseRequest),
             ("POST", "/resume", self.resume, None),
             ("GET", "/is_paused", self.is_paused, None),
@@ -206,6 +255,11 @@ class Admin:
         if body.strip() not in (b"", b"{}"):
             raise RefusedError("give fields in the query or in the body, not in both")
         return read_query(query, kind)
+
+
+def _told(text: str) -> Response:
+    """A line of text, as vLLM's server answers."""
+    return Response(text, media_type="text/plain")
 
 
 class _Nothing(msgspec.Struct, forbid_unknown_fields=True):

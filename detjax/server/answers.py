@@ -17,6 +17,7 @@ from detjax.server.answer_reader import AnswerSyntax, Said, read
 from detjax.server.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.server.output_deltas import OutputDelta
 from detjax.server.receipts import receipt_line, weights_of
+from detjax.server.served_adapters import ServedAdapter
 from detjax.server.served_model import ServedModel
 
 Json = dict[str, Any]
@@ -40,6 +41,7 @@ class Shape:
         request_id: What the answer's id ends with.
         syntax: In which syntax the model writes; None where an answer is text alone.
         warnings: What the client may have meant otherwise.
+        adapter: That answers with the model; None is the model alone.
     """
 
     model: ServedModel
@@ -54,12 +56,18 @@ class Shape:
     num_prompt_top: int | None = None
     syntax: AnswerSyntax | None = None
     warnings: tuple[str, ...] = ()
+    adapter: ServedAdapter | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     sampling_values: Json = dataclasses.field(init=False)
 
     def __post_init__(self):
         """Write the sampling down once: a choice has all of it, which may be 100,000 tokens."""
         object.__setattr__(self, "sampling_values", self.sampling.as_dict())
+
+    @property
+    def adapter_hash(self) -> str:
+        """As `Request` has it."""
+        return "" if self.adapter is None else self.adapter.sha256
 
     def card(self, *, is_chunk: bool) -> Json:
         """What every answer and every chunk begins with."""
@@ -69,7 +77,7 @@ class Shape:
             "id": f"{prefix}-{self.request_id}",
             "object": f"{kind}.chunk" if is_chunk and self.is_chat else kind,
             "created": self.created,
-            "model": self.model.name,
+            "model": self.model.name if self.adapter is None else self.adapter.name,
             "system_fingerprint": self.model.fingerprint,
         }
 
@@ -175,6 +183,8 @@ class Shape:
             },
             "sampling": self.sampling_values,
         }
+        if self.adapter is not None:
+            proof["adapter"] = self.adapter.sha256
         if self.warnings:
             proof["warnings"] = list(self.warnings)
         if self.has_logprob_bytes:
@@ -182,7 +192,9 @@ class Shape:
         if self.has_logprob_bytes and done.prompt_logprobs is not None:
             proof["prompt_logprobs_f32"] = _exact([p.logprob for p in done.prompt_logprobs])
         if self.has_receipt:
-            proof["receipt"] = receipt_line(self.model, done, last.whole_text, self.sampling)
+            proof["receipt"] = receipt_line(
+                self.model, done, last.whole_text, self.sampling, self.adapter_hash
+            )
         return {"detjax": proof}
 
     def echo(self, text: str, first: OutputDelta) -> Echo:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from detjax.engine.sleep import AsleepError
 from detjax.server.errors import RefusedError
+from detjax.server.served_adapters import ServedAdapters
 from detjax.server.service import Service
 from detjax.server.turns import Hold, PauseMode
 
@@ -64,6 +65,41 @@ class Control:
                 load = functools.partial(service.model.engine.load_folder, path, version=version)
                 await _to_its_end(self._changed(load))
             return version, num_open
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Serve the adapter of a folder under a name, while requests run.
+
+        Raises:
+            RefusedError: If the folder is not allowed, the name is taken, or the adapter does not
+                go with the model.
+        """
+        service = self._service
+        if not service.takes_requests:
+            raise service.not_ready()
+        path = self._allowed(folder, field="lora_path")
+        adapters = self._adapters()
+        with _as_refusal("lora_path"):
+            await asyncio.to_thread(adapters.load, name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more; requests that have it go on.
+
+        Raises:
+            RefusedError: If there is none of this name.
+        """
+        try:
+            self._adapters().unload(name)
+        except KeyError as error:
+            raise RefusedError(
+                f"there is no adapter {name!r:.200} here", status=404, code="model_not_found",
+                field="lora_name",
+            ) from error  # fmt: skip
+
+    def _adapters(self) -> ServedAdapters:
+        adapters = self._service.model.adapters
+        if adapters is None:
+            raise RefusedError("this server has no adapters; start it with --enable-lora")
+        return adapters
 
     async def pause(self, mode: PauseMode, *, clears_cache: bool) -> None:
         """Let requests that come wait until `resume`."""
@@ -152,7 +188,7 @@ class Control:
             if not engine.is_asleep:
                 await service.identify()
 
-    def _allowed(self, folder: str) -> Path:
+    def _allowed(self, folder: str, field: str = "model_path") -> Path:
         """The folder, if it lies in one that weights may be read from, and so do its files."""
         try:
             path = Path(folder).resolve()
@@ -160,15 +196,15 @@ class Control:
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise RefusedError(
-                f"model_path={folder!r:.500} cannot be read: {reason}", field="model_path"
+                f"{field}={folder!r:.500} cannot be read: {reason}", field=field
             ) from error
         if not (self._has(path) and all(map(self._has, files))):
             raise RefusedError(
-                f"model_path={folder!r:.500} is not in a --weights-dir of this server, or has a "
+                f"{field}={folder!r:.500} is not in a --weights-dir of this server, or has a "
                 "link out of it",
                 status=403,
                 code="folder_not_allowed",
-                field="model_path",
+                field=field,
             )
         return path
 

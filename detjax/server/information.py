@@ -15,6 +15,7 @@ from detjax.server.answers import Json
 from detjax.server.chat_request import DetokenizeRequest, TokenizeRequest
 from detjax.server.errors import RefusedError
 from detjax.server.request_reader import RequestReader
+from detjax.server.served_adapters import ServedAdapter
 from detjax.server.service import Service, ServiceState
 from detjax.server.streaming import key_of, reply, unless_left
 
@@ -109,13 +110,21 @@ class Information:
         return reply({"status": "reset"})
 
     async def models(self, request: Request) -> Response:
-        """The one model, in a list."""
-        return reply({"object": "list", "data": [self._model_card()]})
+        """The model and its adapters, in a list."""
+        adapters = self._service.model.adapters or ()
+        cards = [self._model_card(), *map(self._adapter_card, adapters)]
+        return reply({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        """The one model, by its name."""
-        self._reader.check_model(request.path_params["name"])
-        return reply(self._model_card())
+        """The model or an adapter, by its name."""
+        adapter = self._reader.check_model(request.path_params["name"])
+        return reply(self._model_card() if adapter is None else self._adapter_card(adapter))
+
+    def _adapter_card(self, adapter: ServedAdapter) -> Json:
+        """As vLLM's server has it: a model whose parent is the base model."""
+        model = self._service.model
+        card = {"id": adapter.name, "parent": model.name, "adapter": adapter.sha256}
+        return self._model_card() | card
 
     def _model_card(self) -> Json:
         model = self._service.model

@@ -30,6 +30,7 @@ GAUGES = {
     "num_self_unchecked": "Canonical programs that no self-check has compared with prefill yet.",
     "num_pages_held": "Pages that sequences, and a check of an answer, hold.",
     "num_pages_cached": "Pages kept for their content alone.",
+    "num_adapters": "Adapters that requests may name.",
 }
 COUNTERS = {
     "num_requests": "Requests.",
@@ -38,6 +39,7 @@ COUNTERS = {
     "num_cancelled": "Sequences that were cancelled.",
     "num_preempted": "Times a sequence lost its pages to another.",
     "num_pages_evicted": "Cached pages that were given out again.",
+    "num_adapters_evicted": "Adapters that lost their slot on the devices to another.",
     "prompt_tokens": "Of all sequences.",
     "prefix_tokens": "Prompt tokens found in the prefix cache.",
     "prefill_tokens": "Computed by prefill.",

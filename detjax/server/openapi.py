@@ -15,7 +15,9 @@ import detjax
 from detjax.server.answers import Json
 
 _SCHEMAS = "#/components/schemas/"
-_TEXTS = {"/metrics": "text/plain"}
+_TEXTS: dict[str, str] = dict.fromkeys(
+    ["/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"], "text/plain"
+)
 _STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 

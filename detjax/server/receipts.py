@@ -46,7 +46,9 @@ def _replaced(model: ServedModel, version: int) -> str:
     )
 
 
-def receipt_line(model: ServedModel, done: Completion, text: str, sampling: SamplingParams) -> str:
+def receipt_line(
+    model: ServedModel, done: Completion, text: str, sampling: SamplingParams, adapter: str = ""
+) -> str:
     """The receipt of an answer that has ended, canonical JSON, signed if the server has a key.
 
     Args:
@@ -54,6 +56,7 @@ def receipt_line(model: ServedModel, done: Completion, text: str, sampling: Samp
         done: The tokens of the answer.
         text: The text of the answer.
         sampling: As it was used.
+        adapter: Hash of the adapter that answered; "" is the model alone.
 
     Raises:
         ValueError: If other weights made it than those that the server knows.
@@ -66,6 +69,7 @@ def receipt_line(model: ServedModel, done: Completion, text: str, sampling: Samp
         fingerprint=model.fingerprint,
         sampling=sampling,
         is_deterministic=True,
+        adapter=adapter,
     )
     receipt = Receipt.of(model.identity, output, end_token_ids=model.end_token_ids)
     key = model.signing_key

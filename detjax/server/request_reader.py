@@ -21,6 +21,7 @@ from detjax.server.errors import RefusedError
 from detjax.server.protocol import CompletionRequest, SamplingFields, TokenIds, sampling_params
 from detjax.server.receipts import check_receipt
 from detjax.server.records import parse
+from detjax.server.served_adapters import ServedAdapter
 from detjax.server.service import Service
 
 LOG = logging.getLogger("detjax.server")
@@ -121,23 +122,32 @@ class RequestReader:
             await asyncio.sleep(0)
             return parse(body, kind)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse another model than the one that is served; None names none."""
-        served = self._service.model.name
+    def check_model(self, name: str | None) -> ServedAdapter | None:
+        """Return the adapter of this name; None for the model itself, or no name.
+
+        Raises:
+            RefusedError: If neither the model nor an adapter has this name.
+        """
+        model = self._service.model
+        served = model.name
         if name not in (None, served):
+            adapter = None if model.adapters is None else model.adapters.get(name)
+            if adapter is not None:
+                return adapter
             raise RefusedError(
                 f"model {name!r} is not served here; {served!r} is",
                 status=404,
                 code="model_not_found",
                 field="model",
             )
+        return None
 
     def completion(self, asked: CompletionRequest, request_id: str) -> ParsedRequest:
         """A request of /v1/completions."""
         return ParsedRequest(fields=asked, run=lambda: self._completion(asked, request_id))
 
     async def _completion(self, asked: CompletionRequest, request_id: str) -> PreparedRequest:
-        self.check_model(asked.model)
+        adapter = self.check_model(asked.model)
         asked.check()
         prompts = asked.prompts(self._service.model.max_len)
         shape = self._shape(
@@ -147,6 +157,7 @@ class RequestReader:
             num_scored=asked.num_scored(),
             is_chat=False,
             request_id=request_id,
+            adapter=adapter,
         )
         self._check_work(len(prompts), shape)
         shape = dataclasses.replace(shape, warnings=self._warnings(prompts, asked))
@@ -239,14 +250,14 @@ class RequestReader:
         return ParsedRequest(fields=asked, run=lambda: self._chat(asked, request_id))
 
     async def _chat(self, asked: ChatRequest, request_id: str) -> PreparedRequest:
-        self.check_model(asked.model)
+        adapter = self.check_model(asked.model)
         asked.check()
         num_top = (asked.top_logprobs or 0) if asked.logprobs else None
 
         def shape_of(max_tokens: int) -> Shape:
             return self._shape(
                 asked, max_tokens=max_tokens, num_top=num_top, num_scored=asked.prompt_logprobs,
-                is_chat=True, request_id=request_id,
+                is_chat=True, request_id=request_id, adapter=adapter,
             )  # fmt: skip
 
         most = asked.max_tokens or asked.max_completion_tokens
@@ -292,6 +303,7 @@ class RequestReader:
         num_scored: int | None,
         is_chat: bool,
         request_id: str,
+        adapter: ServedAdapter | None,
     ) -> Shape:
         model = self._service.model
         is_deterministic = self._service.check_determinism(asked.is_deterministic)
@@ -314,6 +326,7 @@ class RequestReader:
             has_receipt=asked.receipt,
             num_prompt_top=asked.prompt_logprobs,
             request_id=request_id,
+            adapter=adapter,
         )
 
     async def encode(self, texts: Sequence[str], *, is_raw: bool = False) -> list[tuple[int, ...]]:

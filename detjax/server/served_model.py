@@ -11,6 +11,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.proof.identity import Identity
 from detjax.proof.signing import SigningKey
 from detjax.server.protocol import NO_DEFAULTS
+from detjax.server.served_adapters import ServedAdapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class ServedModel:
             changed; None where it never changes.
         signing_key: Of receipts; None signs none.
         default_sampling: Fields of `SamplingParams` that requests leave out.
+        adapters: That clients may ask for in place of the model; None has none.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ServedModel:
     identify: Callable[[], Identity] | None = None
     signing_key: SigningKey | None = None
     default_sampling: Mapping[str, Any] = NO_DEFAULTS
+    adapters: ServedAdapters | None = None
 
     @property
     def limits(self) -> RequestLimits:

@@ -18,10 +18,12 @@ import uvicorn
 
 from detjax.cli.errors import OK
 from detjax.cli.model import keep_compiled_programs
+from detjax.cli.options import read_lora_modules
 from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.diverge.evidence import explain
 from detjax.engine.heap import frozen_heap
 from detjax.llm import LLM
+from detjax.models.adapters.stack import num_adapter_slots
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.job_spec import JobSpec
 from detjax.progress import show_progress
@@ -29,6 +31,7 @@ from detjax.proof.signing import SigningKey
 from detjax.server.app import make_app
 from detjax.server.job import Leader
 from detjax.server.options import engine_options, web_options
+from detjax.server.served_adapters import ServedAdapters
 from detjax.server.served_model import Limits, ServedModel
 from detjax.server.service import Service
 from detjax.sizing import prefill_streak
@@ -60,6 +63,9 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             generation_config=args.generation_config,
             chat_template=args.chat_template,
             speculative_config=args.speculative_config,
+            enable_lora=args.enable_lora or bool(args.lora_modules),
+            max_loras=args.max_loras,
+            max_lora_rank=args.max_lora_rank,
             # WHY: not so many as `LLM` has: here others wait for their next token.
             max_prefill_streak=prefill_streak(args.max_num_batched_tokens),
             gpu_memory_utilization=share,
@@ -121,9 +127,17 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
     defaults.pop("max_tokens", None)
     if defaults:
         LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
+    name = args.served_model_name or Path(config.name).name
+    engine = llm.engine if leader is None else leader.engine
+    adapters = None
+    if num_adapter_slots(llm.model):
+        adapters = ServedAdapters(engine, name)
+        for adapter_name, folder in read_lora_modules(args.lora_modules).items():
+            adapters.load(adapter_name, folder)
     return ServedModel(
-        name=args.served_model_name or Path(config.name).name,
-        engine=llm.engine if leader is None else leader.engine,
+        name=name,
+        engine=engine,
+        adapters=adapters,
         tokenizer=llm.tokenizer,
         vocab_size=config.model.vocab_size,
         max_len=config.engine.max_len,

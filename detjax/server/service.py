@@ -254,6 +254,7 @@ class Service:
         is_deterministic: bool,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
         is_whole: bool = False,
     ) -> AsyncGenerator[list[OutputDelta]]:
         """Yield what is released of some prompts, all of a step at once.
@@ -287,6 +288,7 @@ class Service:
                     is_deterministic=is_deterministic,
                     priority=priority,
                     cache_salt=cache_salt,
+                    adapter=adapter,
                     on_token=listener_of(sequences[i]),
                     sink=functools.partial(inbox.put, i),
                     stream_interval=0 if is_whole else self.limits.stream_interval,

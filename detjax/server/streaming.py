@@ -152,6 +152,7 @@ async def deltas_of(service: Service, request: Request, parsed: ParsedRequest) -
                     is_deterministic=prepared.shape.is_deterministic,
                     priority=prepared.fields.priority,
                     cache_salt=prepared.fields.cache_salt,
+                    adapter=prepared.shape.adapter_hash,
                     is_whole=not prepared.fields.stream,
                 )
                 async with contextlib.aclosing(deltas):

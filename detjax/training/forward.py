@@ -125,8 +125,10 @@ def _counted(balance: Balance, logits, expert_ids, is_real) -> Balance:
     )
 
 
-def _joined(weights: dict[str, Any], name: str) -> jax.Array:
-    """A parameter of a layer, from the masters of its tensors."""
+def _joined(weights: dict[str, Any], name: str) -> Any:
+    """A parameter of a layer, from the masters of its tensors; with its adapter, if it has one."""
+    if name in weights:
+        return weights[name]
     return join([weights[tensor] for tensor in TENSORS_OF[name]], tp=1)
 
 

@@ -4,12 +4,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
 from detjax.models.identity import model_hash
@@ -21,14 +23,18 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.extras import optax
+from detjax.training.lora import LoraConfig, merged, write_adapter
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rewards import Rewarded
-from detjax.training.rollout import Rollout
+from detjax.training.rollout import Rollout, keep_weights
 from detjax.training.tasks import AbstractTask, ArithmeticTask, Gsm8k
 from detjax.training.trainer import Trainer
+from detjax.training.weights import master_params
 
 ROWS_FILE = "rows.jsonl"
 _ROW_NAMES = {"rollout", "seed", "step", "kl", "reward"}
+MERGED = "merged"
+"""The rollout of a trained adapter that is added to the weights: the control."""
 FIRST, LAST = slice(3), slice(-3, None)
 
 
@@ -55,9 +61,18 @@ class GrpoArgs:
     max_tokens: int | None
     batch_size: int
     remat: bool
+    lora_rank: int
+    lora_alpha: float
     output: Path | None
     save: Path | None
     resume: Path | None
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapter that is trained; None trains the weights."""
+        if not self.lora_rank:
+            return None
+        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +84,7 @@ class GrpoSetup:
     sizes: BatchSizes
     tokenizer: Tokenizer
     trainer: Trainer
+    config: ModelConfig
     fingerprint: str
     identity: dict[str, str | None]
     backend: Backend
@@ -76,14 +92,21 @@ class GrpoSetup:
 
     def rollout(self, mode: str) -> Rollout:
         """An engine on its own copy of the weights."""
+        lora, is_merged = self.args.lora, mode == MERGED
+        change = keep_weights
+        if is_merged:
+            assert lora is not None  # checked: without an adapter there is nothing to merge
+            change = partial(merged, master_params(self.load(1)), lora=lora)
         return Rollout(
             self.load(self.args.rollout_tp),
             self.tokenizer,
             self.task,
-            mode=mode,
+            mode="invariant" if is_merged else mode,
             batch_size=self.args.batch_size,
             max_prompt=self.sizes.max_prompt,
             max_tokens=self.sizes.max_tokens,
+            change_weights=change,
+            lora=None if is_merged else lora,
         )
 
     def facts(self, mode: str, seed: int) -> dict[str, Any]:
@@ -91,6 +114,8 @@ class GrpoSetup:
         names = ("task", "learning_rate", "clip_norm", "remat")
         shared = {name: getattr(self.args, name) for name in names}
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
+        if self.args.lora is not None:
+            run |= {"lora_rank": self.args.lora_rank, "lora_alpha": self.args.lora_alpha}
         if isinstance(self.task, Rewarded):
             run |= {"reward": self.args.reward, "reward_sha256": self.task.reward_sha256}
         return shared | run | asdict(self.sizes) | self.identity
@@ -131,6 +156,8 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
         mesh=make_mesh(1, args.devices, platform=place.backend.platform),
         clip_norm=args.clip_norm,
         remat=args.remat,
+        lora=args.lora,
+        lora_seed=args.seeds[0],
     )
     return GrpoSetup(
         args=args,
@@ -138,6 +165,7 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
         sizes=sizes,
         tokenizer=Tokenizer.from_folder(folder),
         trainer=trainer,
+        config=model.config,
         fingerprint=model.fingerprint,
         identity={"model_sha256": model_hash(folder), "problems_sha256": task.file_sha256},
         backend=place.backend,
@@ -212,7 +240,10 @@ def run_one(
     rollout.load(state.params, version=int(state.step))
     after = rollout.accuracy(setup.task.held_out)
     if args.save is not None:
-        save_state(_save_folder(args, int(state.step), seed), state, facts=facts)
+        folder = _save_folder(args, int(state.step), seed)
+        save_state(folder, state, facts=facts)
+        if args.lora is not None:
+            write_adapter(folder / "adapter", state.params, args.lora, setup.config)
     return GrpoRun(
         mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after
     )

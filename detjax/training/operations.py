@@ -29,6 +29,7 @@ from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kern
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
+from detjax.training import adapter_operations
 from detjax.training.gradients import (
     ROW_AXIS,
     gradient_of,
@@ -36,6 +37,7 @@ from detjax.training.gradients import (
     product,
     with_gradient,
 )
+from detjax.training.lora import AdaptedMaster
 
 HEAD_ROWS = 1024
 """Tokens whose logits exist at the same time."""
@@ -93,10 +95,12 @@ def _bias_gradient(bias, cotangent):
 def linear(
     ctx: ForwardContext,
     x: Activation[Array, "M I"],
-    w: Float32[Array, "O I"],
+    w: Float32[Array, "O I"] | AdaptedMaster,
     bias: Float32[Array, " O"] | None = None,
 ) -> Activation[Array, "M O"]:
     """Multiply by a weight matrix: `linear.api.linear`."""
+    if isinstance(w, AdaptedMaster):
+        return adapter_operations.linear(ctx, x, w, bias)
     dtype = ctx.profile.param_dtype
 
     def kernel(x, w, bias):
@@ -113,12 +117,16 @@ def linear(
 def linear_add_rms_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M I"],
-    w: Float32[Array, "D I"],
+    w: Float32[Array, "D I"] | AdaptedMaster,
     residual: Activation[Array, "M D"],
     bias: Float32[Array, " D"] | None,
     gain: Float32[Array, " D"],
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """Multiply, add to the residual stream, normalise: `linear.api.linear_add_rms_norm`."""
+    if isinstance(w, AdaptedMaster):
+        return adapter_operations.linear_add_rms_norm(
+            ctx, x, w, residual, bias, gain, plain_rms_norm
+        )
     dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
     reduction = tree_reduction(x.shape[1], ctx.profile)
 

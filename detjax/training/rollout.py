@@ -14,9 +14,12 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.interpreter_exit import finishes_before_exit
+from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.training.batch import Scored
+from detjax.training.lora import LoraConfig, served_adapter
 from detjax.training.tasks import AbstractTask, Problem
 from detjax.training.weights import serving_params
 
@@ -68,6 +71,7 @@ class Rollout:
         max_prompt: int,
         max_tokens: int,
         change_weights: Callable[[dict[str, Any]], dict[str, Any]] = keep_weights,
+        lora: LoraConfig | None = None,
     ):
         """Make the engine.
 
@@ -81,10 +85,15 @@ class Rollout:
             max_tokens: Longest answer, in tokens.
             change_weights: Change of the masters before the engine gets them, for experiments with
                 rollouts of fewer bits.
+            lora: The masters are those of such an adapter, which the engine serves unmerged; None
+                has the weights themselves.
 
         Raises:
             ValueError: If the task's stop text is not one token.
         """
+        if lora is not None:
+            model = open_adapters(model, AdapterSizes(max_loras=1, max_lora_rank=lora.rank))
+        self._lora, self._adapter = lora, ""
         self._model, self._tokenizer, self._task = model, tokenizer, task
         self._change_weights = change_weights
         self._mode, self._max_prompt, self._max_tokens = mode, max_prompt, max_tokens
@@ -112,9 +121,18 @@ class Rollout:
 
     @finishes_before_exit
     def load(self, params: dict[str, Any], version: int) -> None:
-        """Take a trainer's masters, in place."""
+        """Take a trainer's masters, in place. An adapter has its hash, and no version."""
+        if self._lora is not None:
+            self._serve(served_adapter(params, self._lora, dtype=self._model.profile.param_dtype))
+            return
         changed = self._change_weights(params)
         self._engine.load_weights(serving_params(changed, self._model), version=version)
+
+    def _serve(self, adapter: Adapter) -> None:
+        """Let requests name an adapter in place of the one before."""
+        before, self._adapter = self._adapter, self._engine.add_adapter(adapter)
+        if before not in ("", self._adapter):
+            self._engine.remove_adapter(before)
 
     @finishes_before_exit
     def sample(
@@ -148,6 +166,7 @@ class Rollout:
                     stop_token_ids=self._stop_ids,
                 ),
                 is_deterministic=self._mode != "fast",
+                adapter=self._adapter,
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]

@@ -33,6 +33,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.batch import Batch
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
+from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
 from detjax.training.weights import master_params, master_shapes, move_bits
 
 DEVICES = (DP_AXIS, TP_AXIS)
@@ -97,6 +98,8 @@ class Trainer:
         clip_norm: float,
         remat: bool = True,
         balance_weight: float = 0.0,
+        lora: LoraConfig | None = None,
+        lora_seed: int = 0,
     ):
         """Describe the state.
 
@@ -109,6 +112,8 @@ class Trainer:
                 log-probability.
             balance_weight: Of the auxiliary loss that spreads rows over a model's experts, in each
                 microbatch (`forward.token_logprobs_and_balance`); 0 leaves it out.
+            lora: The adapter that is trained while the weights stay; None trains the weights.
+            lora_seed: Of the adapter's first values.
 
         Raises:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
@@ -116,6 +121,8 @@ class Trainer:
         """
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
+        if lora is not None and balance_weight:
+            raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
         if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
             raise ValueError(
                 f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
@@ -123,10 +130,12 @@ class Trainer:
         self._balance_weight = balance_weight
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._clip_norm, self._remat = clip_norm, remat
-        self.specs = _state_specs(model, optimizer, mesh.size)
-        self._tables = _by_device(
-            mesh, tuple(move_bits(t, NamedSharding(mesh, P())) for t in model.rope_tables)
-        )
+        self._lora, self._lora_seed = lora, lora_seed
+        self.specs = _state_specs(self._trained_shapes(), optimizer, mesh.size)
+        whole = NamedSharding(mesh, P())
+        frozen = None if lora is None else master_params(model)
+        fixed = tuple(model.rope_tables), frozen
+        self._fixed = _by_device(mesh, jax.tree.map(lambda t: move_bits(t, whole), fixed))
         on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
         gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
@@ -142,14 +151,27 @@ class Trainer:
     def init(self) -> TrainState:
         """Return the state before the first step: the model's weights, exactly."""
         shardings = self.shardings()
-        params = jax.tree.map(move_bits, master_params(self._model), shardings.params)
+        params = jax.tree.map(move_bits, self._first_params(), shardings.params)
         make = OrderedJit(jax.jit(self._optimizer.init, out_shardings=shardings.opt_state))
         step = jax.device_put(jnp.int32(0), shardings.step)
         return TrainState(params=params, opt_state=make(params), step=step)
 
+    def _first_params(self) -> dict:
+        """What is trained, before the first step."""
+        if self._lora is None:
+            return master_params(self._model)
+        first = first_adapter(self._model.config, self._lora, seed=self._lora_seed)
+        return jax.device_put(first, NamedSharding(self._model.mesh, P()))
+
+    def _trained_shapes(self) -> dict:
+        """Shapes of what is trained."""
+        if self._lora is None:
+            return master_shapes(self._model)
+        return adapter_shapes(self._model.config, self._lora)
+
     def shapes(self) -> TrainState:
         """Return the shape and dtype of each leaf of the state; nothing is computed."""
-        params = master_shapes(self._model)
+        params = self._trained_shapes()
         opt_state = jax.eval_shape(self._optimizer.init, params)
         step = jax.ShapeDtypeStruct((), jnp.int32)
         return TrainState(params=params, opt_state=opt_state, step=step)
@@ -199,9 +221,9 @@ class Trainer:
         sums = [SubtreeSums(self._add, leaf_len=len(batches) // leaves) for _ in params]
         values = {}
         for i in range(share):  # devices in the inner loop, so that they work side by side
-            for device, (own, tables) in enumerate(zip(params, self._tables, strict=True)):
+            for device, (own, fixed) in enumerate(zip(params, self._fixed, strict=True)):
                 batch = batches[device * share + i]
-                gradient, values[device * share + i] = self._gradient(own, tables, batch)
+                gradient, values[device * share + i] = self._gradient(own, fixed, batch)
                 sums[device].add(gradient)
         total = self._reduce(self._stacked([one.total() for one in sums]))
         state, norm = self._updated(state, total)
@@ -220,9 +242,9 @@ class Trainer:
 
         return jax.tree.map(gather, params, self.specs.params)
 
-    def _microbatch_gradient(self, params: dict, tables, batch: Batch):
+    def _microbatch_gradient(self, params: dict, fixed, batch: Batch):
         """Return the gradient of the loss, and (logprobs, entropy) of the rows."""
-        model = self._model
+        (tables, frozen), lora, model = fixed, self._lora, self._model
         ctx = ForwardContext(
             config=model.config, profile=model.profile, backend=model.backend, tp=1
         )
@@ -238,6 +260,8 @@ class Trainer:
             return jax.grad(balanced_loss, has_aux=True)(params)
 
         def loss(params):
+            if lora is not None:
+                params = with_adapter(frozen, params, lora)
             values = token_logprobs(ctx, params, tables, batch, remat=self._remat)
             return -jnp.sum(batch.weights * values[0]), values
 
@@ -336,10 +360,9 @@ class SubtreeSums:
 
 
 def _state_specs(
-    model: LoadedModel, optimizer: optax.GradientTransformation, num_devices: int
+    params: dict, optimizer: optax.GradientTransformation, num_devices: int
 ) -> TrainState:
-    """Return how each leaf of the state is cut over the devices."""
-    params = master_shapes(model)
+    """Return how each leaf of a state with such parameters is cut over the devices."""
     specs = jax.tree.map(lambda x: state_partition(x.shape, num_devices), params)
     opt_specs = optax.tree_utils.tree_map_params(
         optimizer,

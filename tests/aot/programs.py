@@ -29,7 +29,7 @@ from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.forward_paths import KernelMode
 from detjax.models.hf_config import config_from_hf
-from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.layers import ForwardContext, Tokens, adapted_linear, row_parallel_norm
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
 from detjax.models.registry import FAMILIES as REGISTRY
@@ -45,6 +45,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
@@ -99,6 +100,26 @@ def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
 
     shapes = (_shape(num_rows, 4096), _shape(4096), matrix(28672, 4096), matrix(4096, 14336))
     return aot.compile_program(run, *shapes)
+
+
+def adapted(num_rows: int) -> aot.CompiledProgram:
+    """Queries, keys and values with 8 adapters of rank 16, and a row-parallel product with them."""
+    ctx = ForwardContext(config=llama(1), profile=PROFILE, backend=Backend.SM90, tp=1)
+
+    def run(x, w, a, b, scales, slots, o, residual, gain):
+        stack = AdapterStack(a=a[0], b=b[0], scales=scales[0])
+        qkv = adapted_linear(ctx, x, AdaptedMatrix(base=w, stack=stack, slots=slots), None)
+        stack = AdapterStack(a=a[1], b=b[1], scales=scales[1])
+        o = AdaptedMatrix(base=o, stack=stack, slots=slots)
+        return qkv, *row_parallel_norm(ctx, x, o, residual, None, gain)
+
+    pairs = (_shape(384, 4096), _shape(128, 4096)), (_shape(6144, 384), _shape(4096, 128))
+    scales = _shape(3, 8, dtype=jnp.float32), _shape(1, 8, dtype=jnp.float32)
+    rows = _shape(num_rows, 4096)
+    return aot.compile_program(
+        run, rows, _shape(6144, 4096), *pairs, scales, _shape(num_rows, dtype=jnp.int32),
+        _shape(4096, 4096), rows, _shape(4096),
+    )  # fmt: skip
 
 
 def norm_qkv(num_rows: int) -> aot.CompiledProgram:
@@ -523,6 +544,9 @@ PROGRAMS = {
     "w8a8_int8_4000": lambda: w8a8(4000, jnp.int8),
     "w8a8_float8_8": lambda: w8a8(8, jnp.float8_e4m3fn),
     "w8a8_float8_4000": lambda: w8a8(4000, jnp.float8_e4m3fn),
+    "adapted_1": lambda: adapted(1),
+    "adapted_64": lambda: adapted(64),
+    "adapted_2048": lambda: adapted(2048),
     "norm_qkv_1": lambda: norm_qkv(1),
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),

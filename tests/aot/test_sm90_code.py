@@ -100,6 +100,16 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
     assert program["copies"] == []
 
 
+@pytest.mark.parametrize("num_rows", [1, 64, 2048])
+def test_adapters_spill_nothing_and_round_as_their_source_says(num_rows):
+    """Each product, then one kernel for h and one that adds; XLA computes nothing itself."""
+    program = compiled(f"adapted_{num_rows}")
+    names = {kernel["name"] for kernel in program["kernels"]}
+    assert {"detjax_linear", "detjax_lora_hidden", "detjax_lora_add"} <= names
+    assert spills(program) == {} and program["copies"] == []
+    assert_rounds_as_its_source_says(program)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 @pytest.mark.parametrize("num_rows", [8, 4000])
 def test_products_of_8_bits_spill_nothing_and_copy_nothing(dtype, num_rows):

@@ -41,6 +41,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -74,6 +75,9 @@ ON = {"backend": Backend.PORTABLE}
 M, K, N, C = 37, 192, 130, 16
 NUM_EXPERTS, TOP_K = 8, 3
 PROFILE = NumericsProfile()
+BF16 = jnp.dtype(jnp.bfloat16)
+LORA_SCALES = jnp.asarray([[0.5, 3.0, 1.3], [2.0, 0.7, 1.0]], jnp.float32)
+"""Of two parts and three slots."""
 ROW_COUNTS = [1, 33]
 MORE_ROW_COUNTS = [2, 5, 15, 16, 17]
 
@@ -171,6 +175,8 @@ def _cases() -> dict[str, Case]:
     leaf = tree_reduction(K, PROFILE)
     wide_w = bf16(rng, N, 8 * 32)
     eight = tree_reduction(8 * 32, PROFILE)
+    draw = np.random.default_rng(13)
+    lora_b, lora_slots = bf16(draw, 512, 192), jnp.asarray(draw.integers(-1, 3, M), jnp.int32)
     pages = bf16(rng, 2, 9, 2, 2, 128, C)
     pages_of = jnp.asarray([[3, 0, 7], [1, 8, 2]], jnp.int32)
     q_positions = jnp.asarray(rng.integers(0, 3 * 128, M), jnp.int32)
@@ -558,6 +564,38 @@ def _cases() -> dict[str, Case]:
                 axis=1,
             ),
             rows=combined,
+        ),
+        "lora_hidden": Case(
+            kernel=lora_hidden,
+            call=lambda leaves, slots: lora_hidden(
+                jnp.moveaxis(leaves, 1, 0), slots, LORA_SCALES, out_dtype=BF16, **ON
+            ),
+            rows=(f32(draw, M, 4, 192), lora_slots),
+            slices=lambda rank, ranks: (
+                lambda leaves, slots: lora_hidden(
+                    jnp.moveaxis(_fold_leaves(leaves, ranks), 1, 0),
+                    slots,
+                    LORA_SCALES,
+                    out_dtype=BF16,
+                    **ON,
+                ),
+                slice(None),
+            ),
+        ),
+        "lora_add": Case(
+            kernel=lora_add,
+            call=lambda base, h: lora_add(base, h, lora_b, out_dtype=BF16, **ON),
+            rows=(f32(draw, M, 512), bf16(draw, M, 192)),
+            slices=lambda rank, ranks: (
+                lambda base, h: lora_add(
+                    base[:, _columns(ranks, rank, 512)],
+                    h,
+                    lora_b[_columns(ranks, rank, 512)],
+                    out_dtype=BF16,
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
         ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,

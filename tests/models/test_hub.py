@@ -126,7 +126,7 @@ SHARD = "model-00002-of-00004.safetensors"
         ({"q4.gguf": ""}, "holds a GGUF file, q4.gguf, for llama.cpp; give the folder or the id"),
         (
             {"adapter_config.json": '{"base_model_name_or_path": "org/base"}', "a.safetensors": ""},
-            "is an adapter \\(LoRA\\) of org/base, not a model; merge them",
+            "is an adapter \\(LoRA\\) of org/base, not a model; give that as the model",
         ),
         ({"adapter_config.json": "{"}, "is an adapter \\(LoRA\\) of its base model"),
         ({SHARD: "", "config.json": "{}"}, "holds 1 of 4 shards of a model and no model.safe"),

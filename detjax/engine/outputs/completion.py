@@ -139,6 +139,7 @@ class CompletionOutput:
             which model it was.
         sampling: As it was used, `max_tokens` being no more than fitted.
         is_deterministic: Whether the answer is the canonical one.
+        adapter: Hash of the adapter that answered; "" is the model alone.
     """
 
     completion: Completion
@@ -146,6 +147,7 @@ class CompletionOutput:
     fingerprint: str
     sampling: SamplingParams
     is_deterministic: bool
+    adapter: str = ""
 
     def __repr__(self) -> str:
         """One short line, for notebooks; `as_dict` has every field."""
@@ -202,6 +204,8 @@ class CompletionOutput:
             # ROUND: none; float32 to float64 is exact, and JSON's decimal names that float64.
             "logprobs": [float(logprob) for logprob in done.logprobs],
         }
+        if self.adapter:
+            entry["adapter"] = self.adapter
         if any(done.top_logprobs):
             entry["top_logprobs"] = [
                 [[token_id, float(logprob)] for token_id, logprob in top]
@@ -249,6 +253,7 @@ class CompletionOutput:
             fingerprint=entry["fingerprint"],
             sampling=SamplingParams.from_dict(entry["sampling"]),
             is_deterministic=entry["is_deterministic"],
+            adapter=entry.get("adapter", ""),
         )
 
 

@@ -79,6 +79,7 @@ class SequenceText:
             fingerprint=self._fingerprint,
             sampling=self.sampling,
             is_deterministic=self._request.is_deterministic,
+            adapter=self._request.adapter,
         )
         return self.output
 

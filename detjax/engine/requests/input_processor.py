@@ -10,6 +10,7 @@ from detjax.engine.errors import LayoutError
 from detjax.engine.outputs.output_processor import OutputProcessor
 from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.checks import RequestLimits, check_vocabulary
+from detjax.engine.requests.known_adapters import KnownAdapters
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.request_states import Arrival, RequestStates
 from detjax.engine.requests.sampling_params import (
@@ -42,6 +43,7 @@ class InputProcessor:
         output_processor: OutputProcessor,
         stat_logger: StatLogger,
         grammars: Grammars | None,
+        adapters: KnownAdapters,
     ):
         """Take nobody yet.
 
@@ -53,8 +55,10 @@ class InputProcessor:
             output_processor: Ends sequences that are refused or cancelled.
             stat_logger: Is told of arrivals.
             grammars: Compiles forms of output, if the engine knows a tokenizer.
+            adapters: Which requests may name.
         """
         self._model, self._config, self._grammars = model, config, grammars
+        self._adapters = adapters
         self._limits = RequestLimits.of(model, config.max_len)
         self._states, self._scheduler = states, scheduler
         self._output_processor, self._stat_logger = output_processor, stat_logger
@@ -73,6 +77,7 @@ class InputProcessor:
         self._limits.check_prompt(
             request.prompt_token_ids, what, num_wanted=min(request.sampling.max_tokens, 1)
         )
+        self._adapters.get(request.adapter)
         self._check_predicted(request, what)
         self._check_texts(request.sampling, what)
         self._limits.check_sampling(request.sampling, what)
@@ -128,6 +133,8 @@ class InputProcessor:
             request_idx=request_idx,
             on_token=on_token,
             arrived_s=time.perf_counter(),
+            # WHY: now, as it may be unloaded before a step makes the sequences.
+            adapter=self._adapters.get(request.adapter),
         )
         self._states.put_in_inbox(arrival)
 
@@ -189,6 +196,7 @@ class InputProcessor:
             is_drafted=is_drafted,
             is_canonical=mode == "invariant" or is_drafted,
             guide=guide,
+            adapter=arrival.adapter,
             max_len=min(most_len, self._config.max_len),
             end_token_ids=ends,
             listener=Listener(

@@ -23,6 +23,7 @@ class Request:
             `config.AGEING_STEPS` steps of waiting.
         cache_salt: Prefixes are shared among requests of the same salt alone, so nobody learns from
             the time of an answer what another tenant has asked. It changes no bit.
+        adapter: Hash of the adapter (LoRA) with which the model answers; "" is the model alone.
         predicted_token_ids: Tokens that the answer may begin with. An engine with
             `has_prompt_lookup` verifies them in windows, as drafts, which is quicker than decoding
             where they are right. They change no bit.
@@ -37,6 +38,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     predicted_token_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self):
         """Check every type, and the range of the priority."""
@@ -49,6 +51,7 @@ class Request:
             )
         for name, kind in (
             ("sampling", SamplingParams), ("is_deterministic", bool), ("cache_salt", str),
+            ("adapter", str),
         ):  # fmt: skip
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a {kind.__name__}")

@@ -16,6 +16,7 @@ import numpy as np
 from detjax.engine.outputs.request_output import RequestOutput, TopLogprobs
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, Sequence
+from detjax.models.adapters.adapter import Adapter
 
 
 class CommittedToken(NamedTuple):
@@ -29,13 +30,14 @@ class CommittedToken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A request on its way in. Events of its tokens carry `request_idx`."""
+    """A request on its way in, and its adapter. Events of its tokens carry `request_idx`."""
 
     request_id: int
     request: Request
     request_idx: int
     on_token: OnToken
     arrived_s: float
+    adapter: Adapter | None = None
 
 
 class RequestStates:

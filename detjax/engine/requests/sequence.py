@@ -18,6 +18,7 @@ from detjax.engine.outputs.request_output import (
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.guides import GuidesTokens
+from detjax.models.adapters.adapter import Adapter
 
 OnToken = Callable[[TokenEvent], bool]
 """Told each token as it is released; True ends the sequence.
@@ -72,6 +73,7 @@ class Sequence:
         max_len: Length at which it ends.
         end_token_ids: Tokens that end it.
         listener: The consumer of its tokens.
+        adapter: With which the model answers; None is the model alone.
         guide: Its grammar, which looks at every token before the next; None where it has none.
         tokens: The prompt and what has been committed.
         is_filtered: Whether it has a top-k, top-p or min-p.
@@ -85,6 +87,7 @@ class Sequence:
         state: Waiting, running or done.
         replica: Where it runs.
         slot: Its slot there.
+        adapter_slot: Slot of its adapter on the devices while it runs; -1 where it has none.
         num_preemptions: How often it was preempted. Results of rows from before are dropped.
         pages: Its pages, in order.
         page_keys: Of its leading full pages.
@@ -113,6 +116,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     listener: Listener = field(default_factory=Listener)
     guide: GuidesTokens | None = None
+    adapter: Adapter | None = None
     tokens: list[int] = field(init=False)
     is_filtered: bool = field(init=False)
     is_adjusted: bool = field(init=False)
@@ -124,6 +128,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     replica: int = 0
     slot: int = 0
+    adapter_slot: int = -1
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)

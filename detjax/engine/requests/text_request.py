@@ -45,6 +45,7 @@ def text_request(
     is_deterministic: bool,
     tokenizer: Tokenizer,
     seed: int = 0,
+    adapter: str = "",
 ) -> Request:
     """Return the request for a prompt, with `max_tokens` no more than fits behind it.
 
@@ -58,6 +59,7 @@ def text_request(
         is_deterministic: As `Request` has it.
         tokenizer: Of the model.
         seed: Where the sampling has none, as `SamplingParams.seed_or` takes it.
+        adapter: As `Request` has it.
 
     Raises:
         ValueError: If the prompt has no tokens, too many, or some that the model does not know, or
@@ -84,4 +86,6 @@ def text_request(
     used = dataclasses.replace(
         sampling, seed=sampling.seed_or(seed), max_tokens=room, truncate_prompt_tokens=None
     )
-    return Request(prompt_token_ids=ids, sampling=used, is_deterministic=is_deterministic)
+    return Request(
+        prompt_token_ids=ids, sampling=used, is_deterministic=is_deterministic, adapter=adapter
+    )

@@ -58,7 +58,7 @@ class PrefillOperands:
     """A chunk of a prompt in each row. All int32; NumPy arrays on the host.
 
     Attributes:
-        slot: [B]; out of range where the token chosen after the chunk is not wanted.
+        slot: [B]; `unwanted_slot` where the token chosen after the chunk is not wanted.
         start: [B], position of the first token.
         count: [B], tokens; 0 is padding.
         page_table: [B, n].
@@ -201,6 +201,16 @@ class VerifyOperands:
             page_table=packed[:, :table_len],
             token_ids=_unpack_ids(packed, table_len, length),
         )
+
+
+def unwanted_slot(slot: int, num_slots: int) -> int:
+    """Name a slot whose sequence a row has, so that nothing is written to it: out of range."""
+    return num_slots + 1 + slot
+
+
+def sequence_slot(slot, num_slots: int) -> Int32[Array, " B"]:
+    """The slot of a row's sequence, also where it is an `unwanted_slot`."""
+    return jnp.where(slot > num_slots, slot - num_slots - 1, slot)
 
 
 def slot_of(packed: np.ndarray) -> np.ndarray:

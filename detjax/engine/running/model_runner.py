@@ -41,6 +41,7 @@ from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
     VerifyOperands,
+    unwanted_slot,
 )
 from detjax.engine.running.placed_rows import PlacedRows
 from detjax.engine.running.program_key import (
@@ -54,6 +55,7 @@ from detjax.engine.running.program_key import (
 )
 from detjax.engine.running.programs import Candidates, ProgramCache
 from detjax.engine.running.ready_programs import ReadyPrograms
+from detjax.engine.running.resident_adapters import ResidentAdapters
 from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.claim import Claim
 from detjax.models.eagle.head import AnyDraftModel
@@ -184,6 +186,7 @@ class ModelRunner:
             ValueError: If `programs` are of another model or other sizes.
         """
         self._model, self._config, self._stats, self._trace = model, config, stats, tracer
+        self._adapters = ResidentAdapters(model, config)
         self.programs = _programs_for(model, config, programs, candidates, draft_model)
         self._device = DeviceState(
             model,
@@ -295,8 +298,9 @@ class ModelRunner:
             seq = row.seq
             count = len(row.token_ids)
             self._sync_pages(seq, is_new=True)
-            # The token that follows an unfinished prompt is not wanted: no such slot.
-            operands.slot[at] = seq.slot if row.is_last else no_slot
+            self._adapters.bring(seq)
+            # The token that follows an unfinished prompt is not wanted.
+            operands.slot[at] = seq.slot if row.is_last else unwanted_slot(seq.slot, no_slot)
             operands.start[at], operands.count[at] = row.start, count
             operands.page_table[at] = self._tables[seq.replica, seq.slot]
             with attributing_errors(seq):
@@ -537,7 +541,8 @@ class ModelRunner:
                 draft_prefills=draft_prefills,
             )
         launched_s = time.perf_counter()
-        result = self._device.run(key, program, self._ready.params_of(key), *given, after=after)
+        params = self._adapters.in_params(self._ready.params_of(key))
+        result = self._device.run(key, program, params, *given, after=after)
         self._stats.num_launches += 1
         return Launch(
             key=key,

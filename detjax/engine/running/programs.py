@@ -52,9 +52,11 @@ from detjax.engine.running.launch_operands import (
     VerifyOperands,
     pack_choice,
     pack_verified,
+    sequence_slot,
 )
 from detjax.engine.running.program_key import AnyKey, ProgramKey, ScoreKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.models.adapters.program import adapters_of
 from detjax.models.decoder import last_hidden
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.fast import quantised_specs
@@ -400,7 +402,11 @@ class ProgramCache:
         step_idx = jnp.arange(key.length, dtype=jnp.int32)[None, :]
         is_token = step_idx < given.count[:, None]
         positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
-        tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
+        owner = sequence_slot(given.slot, len(slots.place))
+        tokens = Tokens(
+            ids=given.token_ids, positions=positions, page_table=given.page_table,
+            adapters=adapters_of(params, owner),
+        )  # fmt: skip
         context, taps = self._watched(key)
         kv_cache, hidden, choice, last, logits = _choose_last(
             context, key.mode, params, tables, kv_cache, tokens, rows,
@@ -460,7 +466,10 @@ class ProgramCache:
         position = jnp.where(start < 0, -1, start + offset)
         # WHY: not a slice alone, which XLA copies by a memory node of the graph, with longer gaps.
         page_table = jnp.where(position[:, None] < 0, 0, given.page_table)
-        tokens = Tokens(ids=ids[:, None], positions=position[:, None], page_table=page_table)
+        tokens = Tokens(
+            ids=ids[:, None], positions=position[:, None], page_table=page_table,
+            adapters=adapters_of(params, slot),
+        )  # fmt: skip
         kv_cache, _, choice, _, logits = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens,
             rows_of(sampling, slot), wants_all=True,
@@ -499,7 +508,10 @@ class ProgramCache:
         step_idx = jnp.arange(length, dtype=jnp.int32)[None, :]
         is_token = (start[:, None] >= 0) & (step_idx <= num_drafts[:, None])
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
-        tokens = Tokens(ids=ids, positions=positions, page_table=given.page_table)
+        tokens = Tokens(
+            ids=ids, positions=positions, page_table=given.page_table,
+            adapters=adapters_of(params, slot),
+        )  # fmt: skip
         forward, local_logits = FORWARD_PATHS[key.mode]
         context, taps = self._watched(key)
         kv_cache, hidden = forward(context, params, tables, kv_cache, tokens)

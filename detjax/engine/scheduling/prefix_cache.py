@@ -2,7 +2,7 @@
 """Full canonical pages, found by what they hold, so that a prefix is computed once.
 
 A page's key is a hash of its tokens and of the key of the page before it. The first parent names
-weights, numerics and tenant.
+weights, numerics, adapter and tenant.
 """
 
 import hashlib
@@ -31,6 +31,14 @@ def salted_root(root_key: bytes, salt: str) -> bytes:
     if not salt:
         return root_key
     return hashlib.sha256(root_key + salt.encode(errors="surrogatepass")).digest()
+
+
+def adapted_root(root_key: bytes, adapter: str) -> bytes:
+    """Parent of the first pages of requests with this adapter; `root_key` itself without one."""
+    if not adapter:
+        return root_key
+    # WHY: begins unlike what a salt is hashed with, which a client may choose.
+    return hashlib.sha256(b"adapter " + adapter.encode() + root_key).digest()
 
 
 class PrefixCache:
@@ -107,7 +115,8 @@ class PrefixCache:
             if seq.page_keys:
                 parent = seq.page_keys[-1]
             else:
-                parent = salted_root(self._root_key, seq.request.cache_salt)
+                root = adapted_root(self._root_key, seq.request.adapter)
+                parent = salted_root(root, seq.request.cache_salt)
             seq.page_keys.append(page_key(parent, seq.tokens[start : start + self._page_len]))
         return seq.page_keys[index]
 

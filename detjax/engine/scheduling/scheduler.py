@@ -22,6 +22,7 @@ from detjax.engine.requests.sequence import (
     SequenceState,
     max_committed,
 )
+from detjax.engine.scheduling.adapter_slots import AdapterSlots
 from detjax.engine.scheduling.drafters import Drafter
 from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.scheduling.prefix_cache import PrefixCache
@@ -59,12 +60,18 @@ class Scheduler:
     """Admits, orders, preempts and ends sequences, and says what the next step runs.
 
     Attributes:
+        adapters: Which adapter is in which slot of the devices.
         num_preempted: Times a sequence lost its pages to another.
         num_prefix_tokens: Tokens that were not computed, as the prefix cache had them.
     """
 
     def __init__(
-        self, config: ReplicaConfig, *, root_key: bytes = b"", drafters: abc.Sequence[Drafter] = ()
+        self,
+        config: ReplicaConfig,
+        *,
+        root_key: bytes = b"",
+        drafters: abc.Sequence[Drafter] = (),
+        num_adapter_slots: int = 0,
     ):
         """Begin with nothing to do.
 
@@ -72,11 +79,13 @@ class Scheduler:
             config: Sizes and policies.
             root_key: Names the weights and numerics that pages are computed with.
             drafters: As `Speculation` takes them.
+            num_adapter_slots: Adapters that may be on the devices at once.
         """
         self._config = config
         self._waiting = WaitingQueue()
         self._replicas = [_Replica(config, root_key) for _ in range(config.num_replicas)]
         self._speculation = Speculation(config, drafters)
+        self.adapters = AdapterSlots(num_adapter_slots)
         self._num_added = 0
         self._step = 0
         self._prefill_streak = 0
@@ -139,6 +148,7 @@ class Scheduler:
         """
         for replica in self._replicas:
             replica.vacate()
+        self.adapters.release_all()
         self._waiting.clear()
         for seq in seqs:
             seq.pages, seq.page_keys, seq.num_registered = [], [], 0
@@ -155,6 +165,7 @@ class Scheduler:
         replica.pool.free(seq.pages)
         replica.running.remove(seq)
         replica.free_slots.append(seq.slot)
+        self.adapters.release(seq.request.adapter)
         seq.pages = []
         seq.num_registered = 0
 
@@ -374,6 +385,8 @@ class Scheduler:
 
     def _try_admit(self, index: int, seq: Sequence, batch: ScheduledBatch) -> bool:
         """Give a sequence a slot and pages for all its tokens, or end it; False if it must wait."""
+        if not self.adapters.can_hold(seq.request.adapter):
+            return False
         replica = self._replicas[index]
         matched = replica.prefixes.find_prefix(seq)
         replica.pool.share(matched)
@@ -390,6 +403,7 @@ class Scheduler:
         seq.pages = matched + replica.pool.allocate(missing)
         seq.state = SequenceState.RUNNING
         seq.replica, seq.slot = index, replica.free_slots.pop()
+        seq.adapter_slot = self.adapters.hold(seq.request.adapter)
         seq.num_registered = len(matched)
         seq.num_to_prefill = len(seq.tokens)
         seq.num_prefilled = len(matched) * self._config.page_len

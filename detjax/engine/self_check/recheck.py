@@ -102,6 +102,8 @@ class Rechecks:
         """Take one of the tokens that a canonical sequence releases now, drawn at random."""
         if not (self.is_hungry and seq.is_canonical and seq.request.is_deterministic):
             return
+        if seq.adapter is not None:  # scratch slots have none
+            return
         if seq.request.sampling.is_adjusted:  # what was generated counts, and a prompt does not
             return
         token = tokens[self._rng.integers(len(tokens))]

@@ -82,10 +82,10 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredT
     """Open the checkpoint's files until `stack` closes, and list their tensors."""
     file_of, files = _tensor_files(folder)
     if file_of is None:
-        return dict(_open_file(files[0], stack))
+        return dict(open_file(files[0], stack))
     tensors = {}
     for path in files:
-        for tensor_name, tensor in _open_file(path, stack):
+        for tensor_name, tensor in open_file(path, stack):
             if tensor_name in tensors:
                 raise ValueError(
                     f"{path} and {tensors[tensor_name].file} both hold {tensor_name!r}; the files "
@@ -120,7 +120,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return dict(file_of)
 
 
-def _open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, StoredTensor]]:
+def open_file(path: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, StoredTensor]]:
     """Open one file; its header must cover it exactly, which finds truncation."""
     try:
         handle = stack.enter_context(safe_open(path, framework="np"))

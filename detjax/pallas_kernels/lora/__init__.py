@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters of linear layers."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters that clients may ask for by name, as they ask for a model."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from detjax.engine.async_engine import StepsRequests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """An adapter under the name that clients ask for.
+
+    Attributes:
+        name: Of it.
+        sha256: Its hash.
+    """
+
+    name: str
+    sha256: str
+
+
+class ServedAdapters:
+    """Names of adapters, on one engine. From any thread."""
+
+    def __init__(self, engine: StepsRequests, model_name: str):
+        """Know none.
+
+        Args:
+            engine: That reads them.
+            model_name: Of the base model, which no adapter may have.
+        """
+        self._engine, self._model_name = engine, model_name
+        self._known: dict[str, ServedAdapter] = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[ServedAdapter]:
+        """Those that are served now, in the order in which they came."""
+        return iter(tuple(self._known.values()))
+
+    def get(self, name: str) -> ServedAdapter | None:
+        """Return an adapter by its name."""
+        return self._known.get(name)
+
+    def load(self, name: str, folder: Path) -> ServedAdapter:
+        """Read a folder, and serve its adapter under a name.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the name is taken, or the adapter does not go with the model.
+        """
+        with self._lock:
+            if name == self._model_name or name in self._known:
+                raise ValueError(f"{name!r} is served already; unload it, or give another name")
+            sha256 = self._engine.load_adapter(folder)
+            adapter = self._known[name] = ServedAdapter(name=name, sha256=sha256)
+            return adapter
+
+    def unload(self, name: str) -> None:
+        """Serve an adapter no more. Requests that have it go on.
+
+        Raises:
+            KeyError: If there is none of this name.
+        """
+        with self._lock:
+            gone = self._known.pop(name)
+            if all(other.sha256 != gone.sha256 for other in self._known.values()):
+                self._engine.remove_adapter(gone.sha256)

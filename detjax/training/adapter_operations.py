@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with an adapter, with gradients: kernels of serving forward, plain JAX backward.
+
+The weights are frozen: they have no gradient. Numerics of gradients are those of `operations`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from detjax.array_types import Activation, Array, Float32
+from detjax.models.adapters.stack import AdapterSizes
+from detjax.models.layers import ForwardContext, adapted_linear, row_parallel_norm
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
+from detjax.training.gradients import COLUMN_AXIS, ROW_AXIS, product, with_gradient
+from detjax.training.lora import AdaptedMaster
+
+
+def _served(master: AdaptedMaster, dtype: jnp.dtype) -> AdaptedMatrix:
+    """The matrix as an engine has it, all rows with the adapter in slot 0."""
+    num_parts, (num_out, num_in) = len(master.parts), master.w.shape
+    sizes = AdapterSizes(max_loras=1, max_lora_rank=master.parts[0]["a"].shape[0])
+    a = jnp.zeros((num_parts, sizes.num_slots, sizes.rank, num_in), dtype)
+    b = jnp.zeros((num_out, num_parts, sizes.num_slots, sizes.rank), dtype)
+    for part, (one, rows) in enumerate(zip(master.parts, _rows(master), strict=True)):
+        rank = one["a"].shape[0]
+        a = a.at[part, 0, :rank].set(one["a"].astype(dtype))
+        b = b.at[rows, part, 0, :rank].set(one["b"].astype(dtype))
+    scales = jnp.full((num_parts, sizes.num_slots), master.scale, jnp.float32)
+    stack = AdapterStack(a=a.reshape(-1, num_in), b=b.reshape(num_out, -1), scales=scales)
+    return AdaptedMatrix(base=master.w.astype(dtype), stack=stack, slots=jnp.zeros(1, jnp.int32))
+
+
+def _rows(master: AdaptedMaster) -> list[slice]:
+    """Of each tensor its rows in the matrix."""
+    rows, start = [], 0
+    for one in master.parts:
+        rows.append(slice(start, start + one["b"].shape[0]))
+        start = rows[-1].stop
+    return rows
+
+
+def _gradients(
+    x: jax.Array, master: AdaptedMaster, cotangent: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, AdaptedMaster]:
+    """Cotangents of the inputs and of the adapter."""
+
+    def rounded(array: jax.Array) -> jax.Array:
+        return array.astype(dtype).astype(x.dtype)
+
+    of_x = product(cotangent, rounded(master.w), COLUMN_AXIS, ROW_AXIS)
+    parts = []
+    for one, rows in zip(master.parts, _rows(master), strict=True):
+        a, b, of_part = rounded(one["a"]), rounded(one["b"]), cotangent[:, rows]
+        h = (master.scale * product(x, a, COLUMN_AXIS, COLUMN_AXIS)).astype(x.dtype)
+        of_h = (master.scale * product(of_part, b, COLUMN_AXIS, ROW_AXIS)).astype(x.dtype)
+        of_x = of_x + product(of_h, a, COLUMN_AXIS, ROW_AXIS)
+        parts.append({
+            "a": product(of_h, x, ROW_AXIS, ROW_AXIS),
+            "b": product(of_part, h, ROW_AXIS, ROW_AXIS),
+        })  # fmt: skip
+    frozen = AdaptedMaster(w=jnp.zeros_like(master.w), parts=tuple(parts), scale=master.scale)
+    return of_x.astype(x.dtype), frozen
+
+
+def linear(
+    ctx: ForwardContext,
+    x: Activation[Array, "M I"],
+    w: AdaptedMaster,
+    bias: Float32[Array, " O"] | None,
+) -> Activation[Array, "M O"]:
+    """Multiply, with an adapter: `models.layers.adapted_linear`."""
+    dtype = ctx.profile.param_dtype
+
+    def kernel(x, w, bias):
+        own = None if bias is None else bias.astype(dtype)
+        return adapted_linear(ctx, x, _served(w, dtype), own)
+
+    def gradient(args, _, cotangent):
+        x, w, _ = args
+        return *_gradients(x, w, cotangent, dtype), None
+
+    return with_gradient(kernel, gradient)(x, w, bias)
+
+
+def linear_add_rms_norm(
+    ctx: ForwardContext,
+    x: Activation[Array, "M I"],
+    w: AdaptedMaster,
+    residual: Activation[Array, "M D"],
+    bias: Float32[Array, " D"] | None,
+    gain: Float32[Array, " D"],
+    plain_rms_norm,
+) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
+    """Multiply with an adapter, add to the residual stream, normalise.
+
+    `models.layers.row_parallel_norm`; `plain_rms_norm` is the formula that is differentiated.
+    """
+    dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
+
+    def kernel(x, w, residual, bias, gain):
+        own = None if bias is None else bias.astype(dtype)
+        adapted = _served(w, dtype)
+        return tuple(row_parallel_norm(ctx, x, adapted, residual, own, gain.astype(dtype)))
+
+    def gradient(args, out, cotangents):
+        x, w, _, _, gain = args
+
+        def formula(total):
+            return total, plain_rms_norm(total, gain[None], eps)
+
+        (of_total,) = jax.vjp(formula, out[0])[1](cotangents)
+        return *_gradients(x, w, of_total, dtype), of_total, None, None
+
+    return with_gradient(kernel, gradient)(x, w, residual, bias, gain)

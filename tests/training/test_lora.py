@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters trained: the trainer's log-probabilities are the engine's, and merging has others."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from detjax.cli.errors import BAD_INPUT, OK
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.grpo import main
+from detjax.llm import LLM
+from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
+from detjax.models.layers import ForwardContext
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal
+from detjax.training.batch import Scored, by_sequence, pack
+from detjax.training.forward import token_logprobs
+from detjax.training.lora import (
+    LoraConfig,
+    first_adapter,
+    merged,
+    served_adapter,
+    with_adapter,
+    write_adapter,
+)
+from detjax.training.trainer import Trainer
+from detjax.training.weights import master_params
+
+from .conftest import CONFIGS
+
+LORA = LoraConfig(rank=5, alpha=7.5)
+NAMES = ["tied", "qk_norm_biases_window"]
+
+
+def trained(config, *, seed: int = 1) -> dict:
+    """Masters as after some steps: no B is zero."""
+    masters = first_adapter(config, LORA, seed=seed)
+    rng = np.random.default_rng(seed)
+    for layer in masters["layers"]:
+        for one in layer.values():
+            one["b"] = jnp.asarray(rng.standard_normal(one["b"].shape, np.float32) * 0.4)
+    return masters
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
+    """tp 4 against tp 1. The control: with the adapter merged on bfloat16 they differ."""
+    config, masters = CONFIGS[name], trained(CONFIGS[name])
+    served = open_adapters(model_named(name, tp=4), AdapterSizes(max_loras=2))
+    engine = Engine(served, EngineConfig(batch_size=2, max_len=256))
+    sha = engine.add_adapter(served_adapter(masters, LORA, dtype=jnp.dtype(jnp.bfloat16)))
+    rng = np.random.default_rng(3)
+    asked = [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=4, temperature=1.0, seed=length), adapter=sha,
+        )
+        for length in (5, 130)
+    ]  # fmt: skip
+    done = engine.generate(asked)
+    model = model_named(name)
+    ctx = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
+    base = master_params(model)
+    rows = [
+        Scored(token_ids=(ids := one.prompt_token_ids + one.token_ids), weights=(0.0,) * len(ids))
+        for one in done
+    ]
+    batch = pack(rows, length=140)
+
+    @jax.jit
+    def logprobs(params, batch):
+        return token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0]
+
+    def answers(params) -> list[np.ndarray]:
+        return [row[-4:] for row in by_sequence(batch, np.asarray(logprobs(params, batch)))]
+
+    got = answers(with_adapter(base, masters, LORA))
+    for row, one in zip(got, done, strict=True):
+        assert_bitwise_equal(row, np.stack(one.logprobs), claim="trainer and engine")
+    other = answers(merged(base, masters, LORA))
+    for row, one in zip(other, done, strict=True):
+        assert (row != np.stack(one.logprobs)).all()
+        assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_an_adapter_are_those_of_the_formula(
+    model_named, plain_logprobs, weighted, name
+):
+    """Against `jax.grad` of the plain model with merged weights, in float32: 1e-4 of the norm."""
+    config, masters = CONFIGS[name], trained(CONFIGS[name])
+    model = model_named(name, dtype="float32")
+    ctx = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
+    base, (row,) = master_params(model), weighted(20)
+
+    def loss(masters, batch):
+        params = with_adapter(base, masters, LORA)
+        values = token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0]
+        return -jnp.sum(batch.weights * values)
+
+    def plain(masters):
+        layers = [
+            weights | {n: weights[n] + LORA.scale * own[n]["b"] @ own[n]["a"] for n in own}
+            for weights, own in zip(base["layers"], masters["layers"], strict=True)
+        ]
+        values = plain_logprobs(jnp, config, {**base, "layers": layers}, row.token_ids)
+        return -jnp.sum(jnp.asarray(row.weights[1:], jnp.float32) * values)
+
+    with jax.numpy_rank_promotion("allow"), jax.default_matmul_precision("highest"):
+        want = jax.grad(plain)(masters)
+    got = jax.jit(jax.grad(loss))(masters, pack([row], length=19))
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        error = np.linalg.norm(np.asarray(a) - np.asarray(b))
+        assert error <= 1e-4 * np.linalg.norm(b) + 1e-9, jax.tree_util.keystr(path)
+        assert np.linalg.norm(b) > 0
+
+
+def test_a_step_changes_the_adapter_alone_and_is_mesh_invariant(model_named, weighted):
+    model, rows = model_named("tied"), weighted(9, 12, 7, 15)
+    batches = [pack([row], length=14) for row in rows]
+    states = []
+    for devices in (1, 2):
+        trainer = Trainer(
+            model, optax.adam(1e-2), mesh=make_mesh(1, devices), clip_norm=1.0, lora=LORA
+        )
+        state = trainer.init()
+        assert set(state.params) == {"layers"}
+        for _ in range(2):
+            state, output = trainer.step(state, batches)
+        assert output.gradient_norm > 0
+        states.append(jax.tree.map(np.asarray, state.params))
+    first, second = map(jax.tree.leaves, states)
+    for one, other in zip(first, second, strict=True):
+        assert_bitwise_equal(one, other, claim="one device and two")
+    fresh = first_adapter(model.config, LORA, seed=0)
+    changed = [
+        (a != np.asarray(b)).any() for a, b in zip(first, jax.tree.leaves(fresh), strict=True)
+    ]
+    assert all(changed)
+
+
+def test_a_written_adapter_is_the_served_one(tmp_path):
+    config = CONFIGS["tied"]
+    masters, dtype = trained(config), jnp.dtype(jnp.bfloat16)
+    write_adapter(tmp_path / "a", masters, LORA, config)
+    read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=8)
+    assert read.sha256 == served_adapter(masters, LORA, dtype=dtype).sha256
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
+    """The whole loop on the bundled model; the adapter that it saves is the one that it served."""
+    tiny = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
+            "--no-remat", "--backend", "portable", "--rollout-tp", "1", "--steps", "3",
+            "--lora-rank", "4", "--learning-rate", "1e-2"]  # fmt: skip
+    assert main([*tiny, "--output", str(tmp_path)]) == OK
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    exact = [row for row in rows if row["rollout"] == "invariant"]
+    other = [row for row in rows if row["rollout"] == "merged"]
+    assert [row["kl"] for row in exact] == [0.0] * 3
+    assert all(row["num_different"] == 0 and row["gradient_norm"] > 0 for row in exact)
+    assert other[0]["kl"] == 0, "B is zero before the first update"
+    assert all(row["num_different"] > 0 for row in other[1:])
+    saved = ["--rollout", "invariant", "--save", str(tmp_path / "state")]
+    assert main([*tiny, *saved]) == OK
+    (folder,) = (tmp_path / "state").iterdir()
+    llm = LLM(enable_lora=True, max_len=128, batch_size=1, show_progress=False)
+    assert len(llm.load_adapter(folder / "adapter")) == 64
+    assert main([*tiny, "--rollout", "fast"]) == BAD_INPUT

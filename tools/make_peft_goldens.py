@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make adapters and the logits that PEFT computes with them, on the models of tests/golden/hf.
+
+Nothing here imports detjax. Needs torch, transformers and peft:
+
+    python tools/make_peft_goldens.py --models tests/golden/hf --out tests/golden/peft
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+import transformers
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "few": ("llama31", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "all": (
+        "qwen3",
+        {
+            "r": 16,
+            "lora_alpha": 24,
+            "use_rslora": True,
+            "target_modules": ALL,
+            "rank_pattern": {"down_proj": 4, "layers.0.self_attn.q_proj": 3},
+            "alpha_pattern": {"gate_proj": 5},
+        },
+    ),
+    "regex": (
+        "llama_bias",
+        {"r": 5, "lora_alpha": 10, "target_modules": r".*layers\.1\..*(o_proj|k_proj|up_proj)"},
+    ),
+    "layers": (
+        "llama_bias",
+        {"r": 2, "lora_alpha": 3, "target_modules": ["down_proj"], "layers_to_transform": [0]},
+    ),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def adapted(models: Path, case: str, seed: int) -> peft.PeftModel:
+    """The model of a case with random adapters, whose values bfloat16 holds."""
+    base, options = CASES[case]
+    model = transformers.AutoModelForCausalLM.from_pretrained(models / base, dtype=torch.float32)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    made = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in made.named_parameters():
+        if "lora_" in name:
+            drawn = torch.randn(value.shape, generator=generator) * value.shape[1] ** -0.5
+            value.data = drawn.to(torch.bfloat16).float()
+    return made
+
+
+def logits_of(model: peft.PeftModel, ids: list[int], dtype: str) -> torch.Tensor:
+    """Logits of every position, as float64."""
+    model = model.to(DTYPES[dtype])
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].double()
+
+
+def main() -> None:
+    """Write every case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    for seed, (case, (base, _)) in enumerate(CASES.items()):
+        folder = args.out / case
+        adapted(args.models, case, seed).save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(8, 320, (21,), generator=generator).tolist()
+        logits = {
+            dtype: logits_of(adapted(args.models, case, seed), ids, dtype) for dtype in DTYPES
+        }
+        model = adapted(args.models, case, seed).double()
+        with model.disable_adapter(), torch.no_grad():
+            plain = model(torch.tensor([ids])).logits[0]
+        reference = logits["float64"]
+        facts = {
+            "base": base,
+            "ids": ids,
+            "max_abs_float32_minus_float64": (logits["float32"] - reference).abs().max().item(),
+            "max_abs_bfloat16_minus_float64": (logits["bfloat16"] - reference).abs().max().item(),
+            "max_abs_without_adapter": (plain - reference).abs().max().item(),
+            "versions": {"peft": peft.__version__, "transformers": transformers.__version__},
+        }
+        (folder / "expected.json").write_text(json.dumps(facts, indent=1) + "\n")
+        safetensors.torch.save_file(
+            {"logits_float64": reference.contiguous()}, folder / "expected.safetensors"
+        )
+
+
+if __name__ == "__main__":
+    main()
