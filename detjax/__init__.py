@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.engine.async_engine import AsyncEngine
     from detjax.engine.config import EngineConfig
     from detjax.engine.engine import Engine
+    from detjax.engine.lora_request import LoRARequest
     from detjax.engine.outputs.completion import Completion, CompletionOutput
     from detjax.engine.outputs.prompt_output import PromptOutput
     from detjax.engine.outputs.request_output import PromptLogprob

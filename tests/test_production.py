@@ -14,6 +14,7 @@ from benchmarks.step import MODELS
 from detjax.engine.running.program_key import ProgramKey
 from detjax.models import hf_rope
 from detjax.models.config import ModelConfig
+from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
 from detjax.pallas_kernels.linear.sm90 import normalises_input
@@ -219,7 +220,12 @@ def test_the_longest_context_is_stretched_as_qwen3_recommends():
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
         },
     }  # fmt: skip
-    assert production.QWEN3_YARN == hf_rope.rope_config(raw, default_theta=10000.0, max_len=131072)
+    family = family_named("qwen3")
+    assert family is not None
+    of_cards = hf_rope.rope_config(
+        raw, default_theta=10000.0, max_len=131072, head_dim=128, family=family
+    )
+    assert of_cards == production.QWEN3_YARN
     (part,) = [part for part in PARTS if part.name == "yarn"]
     lengths = [drawn.length + drawn.count for batch in part.batches for drawn in batch]
     assert min(lengths) > 32768 > min(lengths) - 16 and max(lengths) > 131000

@@ -142,7 +142,7 @@ def rope_rows(
 
 
 def angles_of(
-    config: ModelConfig, rows: Float32[Array, "M halves"], layer: int
+    config: ModelConfig, rows: Float32[Array, "M X"], layer: int
 ) -> Float32[Array, "M half"]:
     """The cosines or sines of a layer, from those of all rotary embeddings of the model."""
     if not config.other_ropes:

@@ -64,7 +64,7 @@ class Features:
     states: Any
     position: Any
 
-    def with_windows(self, slot, start, states: Activation[Array, "B W X"]) -> "Features":
+    def with_windows(self, slot, start, states: Activation[Array, "B T X"]) -> "Features":
         """Put those of windows that begin at positions `start`."""
         return Features(
             states=self.states.at[slot].set(states, mode="drop"),

@@ -209,7 +209,7 @@ def check_tensors(eagle: EagleConfig, tensors: Mapping[str, StoredTensor]) -> No
 
 def draft_ids(
     eagle: EagleConfig, d2t: np.ndarray | None, t2d: np.ndarray | None
-) -> Int32[np.ndarray, " Vd"]:
+) -> Int32[np.ndarray, " X"]:
     """The token of each row of a head's `lm_head`.
 
     Args:
