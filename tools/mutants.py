@@ -410,7 +410,13 @@ MUTANTS = (
     Mutant(
         name="page-taken-twice",
         fault="a free page is handed out and stays free",
-        edits=(Edit(where=ENGINE, old="return self._free.pop()", new="return self._free[-1]"),),
+        edits=(
+            Edit(
+                where="detjax/engine/scheduling/kv_cache.py",
+                old="return self._free.pop()",
+                new="return self._free[-1]",
+            ),
+        ),
         tests=("tests/engine/test_kv_cache.py",),
     ),
     Mutant(

@@ -30,7 +30,7 @@ from detjax.progress import Progress
 if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
     from detjax.llm_config import LLMConfig
-    from detjax.models.adapters.adapter import Adapter
+    from detjax.models.adapters.low_rank import Adapter
     from detjax.models.eagle.head import AnyDraftModel
     from detjax.models.loading import LoadedModel
 

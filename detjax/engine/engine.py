@@ -62,7 +62,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.turns import one_thread_at_a_time, outputs_once
 from detjax.engine.weight_history import WeightHistory
 from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
-from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import num_adapter_slots
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel

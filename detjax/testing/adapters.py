@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from detjax.models.adapters.adapter import ADAPTED, Adapter, LowRank
+from detjax.models.adapters.adapter import ADAPTED
+from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import CONFIG_NAME
 from detjax.models.config import ModelConfig
 from detjax.models.params import tensor_specs

@@ -16,14 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from detjax.models.adapters.adapter import (
-    ADAPTED,
-    PEFT_PREFIX,
-    WEIGHTS_NAME,
-    Adapter,
-    LowRank,
-    check_can_adapt,
-)
+from detjax.models.adapters.adapter import ADAPTED, PEFT_PREFIX, WEIGHTS_NAME, check_can_adapt
+from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import CONFIG_NAME, MAX_RANK
 from detjax.models.config import ModelConfig
 from detjax.models.params import MATRICES, TENSORS_OF, tensor_specs

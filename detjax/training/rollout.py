@@ -14,7 +14,7 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.launch_times import quickest_decode_steps
 from detjax.interpreter_exit import finishes_before_exit
-from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.scheduling import prefix_cache
-from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.loading import LoadedModel
 from detjax.models.params import TENSORS_OF

@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from detjax.models.adapters.adapter import Adapter, read_adapter
+from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import num_adapter_slots, slot_rank
 from detjax.models.loading import LoadedModel
 

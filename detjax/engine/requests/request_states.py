@@ -16,7 +16,7 @@ import numpy as np
 from detjax.engine.outputs.request_output import RequestOutput, TopLogprobs
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import OnToken, Sequence
-from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.low_rank import Adapter
 
 
 class CommittedToken(NamedTuple):

@@ -18,7 +18,7 @@ from detjax.engine.outputs.request_output import (
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.sampling.guides import GuidesTokens
-from detjax.models.adapters.adapter import Adapter
+from detjax.models.adapters.low_rank import Adapter
 
 OnToken = Callable[[TokenEvent], bool]
 """Told each token as it is released; True ends the sequence.

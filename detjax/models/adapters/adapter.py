@@ -2,14 +2,13 @@
 """An adapter in the host's memory: read from a folder and checked against its base model."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
 from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.models.params import MATRICES, TENSORS_OF, TensorSpec, tensor_specs
@@ -22,54 +21,6 @@ PEFT_PREFIX = "base_model.model."
 
 ADAPTED = tuple(name for matrix in MATRICES for name in TENSORS_OF[matrix])
 """Tensors of a layer that may have an adapter."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LowRank:
-    """The adapter of one tensor: `s B A x`.
-
-    Attributes:
-        a: [r, I], of the weights' dtype.
-        b: [O, r], likewise.
-        scale: s.
-    """
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: np.float32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Adapter:
-    """The adapters of a model's tensors, and a hash that names them.
-
-    Attributes:
-        sha256: Of every value as it is computed with, in hexadecimal digits.
-        tensors: By layer and name of the tensor in `params.tensor_specs`.
-    """
-
-    sha256: str
-    tensors: Mapping[tuple[int, str], LowRank]
-
-    @classmethod
-    def of(cls, tensors: Mapping[tuple[int, str], LowRank]) -> "Adapter":
-        """Name adapters of tensors by their hash."""
-        return cls(sha256=_hash(tensors), tensors=dict(tensors))
-
-    @property
-    def rank(self) -> int:
-        """The highest rank of a tensor."""
-        return max(one.a.shape[0] for one in self.tensors.values())
-
-
-def _hash(tensors: Mapping[tuple[int, str], LowRank]) -> str:
-    total = hashlib.sha256()
-    for (layer, name), one in sorted(tensors.items()):
-        head = f"{layer} {name} {one.a.dtype.name} {one.a.shape} {one.b.shape} "
-        total.update(head.encode() + np.float32(one.scale).astype("<f4").tobytes())
-        for array in (one.a, one.b):
-            total.update(np.ascontiguousarray(array).tobytes())
-    return total.hexdigest()
 
 
 def check_can_adapt(config: ModelConfig) -> None:

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
-from detjax.models.adapters.adapter import Adapter, LowRank, check_can_adapt
+from detjax.models.adapters.adapter import check_can_adapt
+from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
 from detjax.models.loading import LoadedModel
