@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from detjax.compilation import kept_executables
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.request_output import FinishReason
@@ -139,7 +140,9 @@ def test_no_kind_of_request_compiles_a_program(changes, count):
 
 
 @pytest.mark.control
-def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait():
+def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait(monkeypatch):
+    # A command that another test ran in this process keeps programs from then on.
+    monkeypatch.setattr(kept_executables, "_folder_for", lambda devices: None)
     made = engine()
     with counted() as found:
         ask(made, np.random.default_rng(3), len(KINDS))
