@@ -5,10 +5,10 @@ from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu
+from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
+from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
 from detjax.pallas_kernels.linear.reference import add_partials as add_partials
 from detjax.pallas_kernels.linear.reference import combine_norm_linear as combine_norm_linear
-from detjax.pallas_kernels.linear.reference import defers_norm as defers_norm
-from detjax.pallas_kernels.linear.reference import defers_sum as defers_sum
 from detjax.pallas_kernels.linear.reference import linear as linear
 from detjax.pallas_kernels.linear.reference import linear_add as linear_add
 from detjax.pallas_kernels.linear.reference import linear_add_rms_norm as linear_add_rms_norm

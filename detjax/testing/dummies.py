@@ -27,6 +27,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
+from detjax.testing.bitwise import assert_bitwise_equal
 
 
 def dummy_config(
@@ -186,6 +187,20 @@ def answers(
     """Run requests on a fresh engine."""
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len)
     return Engine(model, config).generate(requests)
+
+
+def assert_same_completions(actual: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """Require equal tokens, bits of logprobs and reasons of the end.
+
+    Raises:
+        AssertionError: If they differ.
+    """
+    assert [done.token_ids for done in actual] == [done.token_ids for done in expected]
+    for done, other in zip(actual, expected, strict=True):
+        assert_bitwise_equal(
+            np.array(done.logprobs), np.array(other.logprobs), claim="drafts change no bit"
+        )
+        assert done.finish_reason == other.finish_reason
 
 
 def scoring_step(model: LoadedModel, kernels: KernelMode = "invariant") -> Callable:

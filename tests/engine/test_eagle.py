@@ -18,8 +18,7 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.eagle.features import text_features
 from detjax.numerics import NumericsProfile
-from detjax.testing.bitwise import assert_bitwise_equal
-from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, dummy_tensors, reference_drafts
 from detjax.testing.programs import plain_key
 
@@ -82,15 +81,6 @@ def plain(engine) -> list[Completion]:
     return engine().generate(requests())
 
 
-def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
-    assert [done.token_ids for done in actual] == [done.token_ids for done in expected]
-    for done, other in zip(actual, expected, strict=True):
-        assert_bitwise_equal(
-            np.array(done.logprobs), np.array(other.logprobs), claim="drafts change no bit"
-        )
-        assert done.finish_reason == other.finish_reason
-
-
 # --------------------------------------------------------------------------------------- bits
 
 
@@ -98,7 +88,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
 def test_a_head_changes_no_bit(engine, plain, mode):
     made = engine(mode=mode, **EAGLE3)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     counts = made.stats().drafts["eagle3"]
     assert counts.num_windows > 20
     assert 0.02 < counts.acceptance < 0.6, "windows of every length must have been accepted"
@@ -115,7 +105,7 @@ def test_a_head_of_nans_changes_no_bit(model, programs, plain, head):
             }
         )
         made = Engine(model, EngineConfig(**SIZES, **EAGLE3), programs=programs, draft_model=head)
-        assert_same(made.generate(requests()[:2]), plain[:2])
+        assert_same_completions(made.generate(requests()[:2]), plain[:2])
     finally:
         head.put_weights_back(host)
 
@@ -128,7 +118,7 @@ def test_several_tokens_a_launch_and_drafts_that_stop_and_begin_again_change_no_
     ]
     expected = engine().generate(asked)
     made = engine(max_draft_batch=1, decode_steps=3, **EAGLE3)
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     counts = made.stats().drafts["eagle3"]
     assert 5 < counts.num_windows < 45
     assert made.stats().decode_tokens > 60
@@ -146,14 +136,14 @@ def test_drafts_go_on_after_preemption_a_found_prefix_sleep_and_other_weights(en
     (seq,) = made._scheduler.running
     made._scheduler._preempt(seq)
     assert made.drain()[-1].finish_reason is not None and made.stats().num_preempted == 1
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     assert made.stats().prefix_tokens > 2 * 120
     made.sleep()
     made.wake_up()
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     made.load_weights(dummy_model(MODEL).params, version=1)  # the same, in other arrays
     before = made.stats().num_windows
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     assert made.stats().num_windows > before + 10
 
 
@@ -162,7 +152,7 @@ def test_a_head_beside_logprobs_of_a_prompt_changes_no_bit(engine):
     sampling = SamplingParams(max_tokens=20, prompt_logprobs=2, logprobs=2)
     asked = [Request(prompt_token_ids=(1, 2, 3, 4, 5) * 15, sampling=sampling)]
     expected, actual = engine().generate(asked), engine(**EAGLE3).generate(asked)
-    assert_same(actual, expected)
+    assert_same_completions(actual, expected)
     assert actual[0].prompt_logprobs == expected[0].prompt_logprobs
     assert actual[0].top_logprobs == expected[0].top_logprobs
 
@@ -192,7 +182,7 @@ def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, accept
         others=programs, draft_model=head,
     )  # fmt: skip
     made = Engine(model, EngineConfig(**SIZES, **EAGLE3), programs=known, draft_model=head)
-    assert_same(made.generate(asked), [expected])
+    assert_same_completions(made.generate(asked), [expected])
     counts = made.stats().drafts["eagle3"]
     assert (
         counts.acceptance <= acceptance
@@ -206,7 +196,7 @@ def test_a_head_on_two_replicas_changes_no_bit(plain):
     model = dummy_model(MODEL, dp=2)
     sizes = SIZES | {"batch_size": 4, "num_pages": 2 * PAGES}
     made = Engine(model, EngineConfig(**sizes, **EAGLE3), draft_model=dummy_head(model, HEAD))
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     assert made.stats().drafts["eagle3"].num_windows > 20
 
 
@@ -219,7 +209,7 @@ def test_a_head_of_a_mixture_of_experts_changes_no_bit():
     eagle = dummy_eagle(config, draft_vocab_size=VOCAB)
     eagle = dataclasses.replace(eagle, layer=dataclasses.replace(eagle.layer, experts=None))
     made = Engine(model, EngineConfig(**SIZES, **EAGLE3), draft_model=dummy_head(model, eagle))
-    assert_same(made.generate(requests()[:2]), expected)
+    assert_same_completions(made.generate(requests()[:2]), expected)
     assert made.stats().drafts["eagle3"].num_windows > 5
 
 

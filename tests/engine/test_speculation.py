@@ -21,8 +21,7 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
-from detjax.testing.bitwise import assert_bitwise_equal
-from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 
 VOCAB, WINDOW, PAGES = 320, 4, 4
 MODEL = dummy_config(vocab_size=VOCAB)
@@ -93,15 +92,6 @@ def plain(engine) -> list[Completion]:
     return engine(batch_size=2).generate(requests())
 
 
-def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
-    assert [done.token_ids for done in actual] == [done.token_ids for done in expected]
-    for done, other in zip(actual, expected, strict=True):
-        assert_bitwise_equal(
-            np.array(done.logprobs), np.array(other.logprobs), claim="drafts change no bit"
-        )
-        assert done.finish_reason == other.finish_reason
-
-
 # ------------------------------------------------------------------------------- the draft model
 
 
@@ -111,7 +101,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 def test_a_draft_model_changes_no_bit(engine, draft, plain, kind, mode):
     draft.replace_weights(weights_of(kind))
     made = engine(mode=mode, **DRAFT_MODEL)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     counts = made.stats().drafts["draft_model"]
     if kind == "the same weights":
         assert (
@@ -175,7 +165,7 @@ def test_drafts_go_on_after_preemption_and_a_found_prefix(engine, draft):
     made._scheduler._preempt(seq)
     outputs = made.drain()
     assert outputs[-1].finish_reason is not None and made.stats().num_preempted == 1
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     assert made.stats().prefix_tokens > 2 * 128
     assert made.stats().drafts["draft_model"].acceptance > 0.9
 
@@ -187,7 +177,7 @@ def test_a_draft_model_on_a_mesh_changes_no_bit(plain, dp, tp):
     model, draft = (dummy_model(MODEL, dp=dp, tp=tp) for _ in range(2))
     sizes = SIZES | {"batch_size": 2 * dp, "num_pages": PAGES * dp}
     made = Engine(model, EngineConfig(**sizes, **DRAFT_MODEL), draft_model=draft)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     assert made.stats().drafts["draft_model"].acceptance > 0.6
 
 
@@ -211,7 +201,7 @@ def test_drafts_go_on_after_sleep(engine, draft, plain):
     made = engine(**DRAFT_MODEL)
     made.sleep()
     made.wake_up()
-    assert_same(made.generate(requests()[:1]), plain[:1])
+    assert_same_completions(made.generate(requests()[:1]), plain[:1])
     assert made.stats().drafts["draft_model"].acceptance > 0.9
 
 
@@ -265,7 +255,7 @@ class OfOtherLengths(Knowing):
 def test_a_drafter_of_the_host_changes_no_bit(engine, plain, kind):
     pairs = [(requests()[done.request_idx], done) for done in plain]
     made = engine(drafters=(kind(pairs),), **NGRAM)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     counts = made.stats().drafts["knowing"]
     assert counts.num_windows > 5
     acceptance = {Knowing: 1.0, AlwaysWrong: 0.0, OfOtherLengths: 1.0}
@@ -276,9 +266,9 @@ def test_a_drafter_of_the_host_changes_no_bit(engine, plain, kind):
 @pytest.mark.invariance
 def test_prompt_lookup_changes_no_bit(engine, plain):
     made = engine(**NGRAM)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     repeated = [Request(prompt_token_ids=(1, 2, 3) * 9, sampling=SamplingParams(max_tokens=12))]
-    assert_same(made.generate(repeated), engine().generate(repeated))
+    assert_same_completions(made.generate(repeated), engine().generate(repeated))
     assert made.stats().drafts["ngram"].num_windows > 0
 
 
@@ -286,9 +276,9 @@ def test_prompt_lookup_changes_no_bit(engine, plain):
 def test_suffix_decoding_changes_no_bit_and_drafts_answers_of_before(engine, plain):
     speculative = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 3})
     made = engine(drafters=speculative.drafters(), **NGRAM)
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     first = made.stats().drafts.get("suffix", DraftCounts())
-    assert_same(made.generate(requests()), plain)
+    assert_same_completions(made.generate(requests()), plain)
     both = made.stats().drafts["suffix"]
     again = both.accepted_tokens - first.accepted_tokens
     assert again > 0.6 * (both.draft_tokens - first.draft_tokens) > 10
@@ -435,7 +425,7 @@ def test_a_chosen_number_of_drafts_changes_no_bit(engine, draft, monkeypatch, op
     monkeypatch.setattr(DraftChoice, "choose", lambda self, num_decoding: next(chosen))
     knowing = Knowing([(asked[done.request_idx], done) for done in expected])
     made = engine(adapts_drafts=True, drafters=(knowing,), **options)
-    assert_same(made.generate(asked), expected)
+    assert_same_completions(made.generate(asked), expected)
     assert 10 < made.stats().num_windows
     if options is DRAFT_MODEL:
         names = {key.name for key in made.programs if key.weights == "draft_model"}

@@ -75,16 +75,6 @@ def add_partials(a, b) -> jax.Array:
     return call("add_leaves", jax.ShapeDtypeStruct(a.shape, a.dtype), jnp.stack([a, b]))
 
 
-def defers_norm(x, w, *, reduction: Reduction) -> bool:
-    """See `api.defers_norm`: no, as launches cost nothing here."""
-    return False
-
-
-def defers_sum(x, w, *, reduction: Reduction) -> bool:
-    """See `api.defers_sum`: no, as launches cost nothing here."""
-    return False
-
-
 def combine_norm_linear(
     leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding on blocks of 16 rows, a row a (token, head)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -63,11 +65,35 @@ def rope_into_cache(
     qkv, cos, sin, gains, pages, page_table, positions, layer: int, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
+    q, k, v = rotated_heads(
+        rope, rms_norm, qkv, cos, sin, gains, num_kv_heads=pages.shape[3], eps=eps
+    )
+    return q, write_pages(pages, k, v, page_table, positions, layer)
+
+
+def rotated_heads(
+    rope: Callable, rms_norm: Callable, qkv, cos, sin, gains, *, num_kv_heads: int, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, normalised if there are gains and rotated by a backend's own operations.
+
+    Args:
+        rope: `api.rope` of the backend.
+        rms_norm: `api.rms_norm` of the backend.
+        qkv: As `api.rope_into_cache` has it, and the rest too.
+        cos: Of each row.
+        sin: Of each row.
+        gains: Of queries and of keys, or None.
+        num_kv_heads: Heads of keys, and of values.
+        eps: Of the norm.
+
+    Returns:
+        Queries, keys and values.
+    """
+    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * num_kv_heads)
     if gains is not None:
         q, k = (
             rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)
             for x, gain in zip((q, k), gains, strict=True)
         )
     q, k = (rope(x, cos, sin) for x in (q, k))
-    return q, write_pages(pages, k, v, page_table, positions, layer)
+    return q, k, v

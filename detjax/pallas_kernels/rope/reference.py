@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import rms_norm
-from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
 
 
 def rope(x, cos, sin) -> jax.Array:
@@ -26,11 +26,7 @@ def rope_into_cache(
     qkv, cos, sin, gains, pages, page_table, positions, layer: int, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
-    if gains is not None:
-        q, k = (
-            rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)
-            for x, gain in zip((q, k), gains, strict=True)
-        )
-    q, k = (rope(x, cos, sin) for x in (q, k))
+    q, k, v = rotated_heads(
+        rope, rms_norm, qkv, cos, sin, gains, num_kv_heads=pages.shape[3], eps=eps
+    )
     return q, write_pages(pages, k, v, page_table, positions, layer)
