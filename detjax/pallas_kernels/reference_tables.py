@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special functions of a Hopper GPU as tables, collected by `tools/hopper_bits.py`."""
+"""The special functions of a Hopper GPU as tables, collected by `benchmarks/hopper_bits.py`."""
 
 from pathlib import Path
 

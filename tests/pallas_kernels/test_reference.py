@@ -164,7 +164,7 @@ QUICK = ["product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_to
 @pytest.mark.golden
 @pytest.mark.parametrize("name", quick_and_slow(QUICK, GOLDEN["cases"]))
 def test_operations_have_the_bits_of_a_gpu(name):
-    """The digests are those of an H200, by `tools/hopper_bits.py`."""
+    """The digests are those of an H200, by `benchmarks/hopper_bits.py`."""
     assert digest_of(operation_cases()[name](Backend.REFERENCE)) == GOLDEN["cases"][name]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bits of a Hopper GPU: collect them on one, and compare another backend with them anywhere.
 
-    python tools/hopper_bits.py collect FOLDER                     # on a GPU, under two minutes
-    python tools/hopper_bits.py compare FOLDER [--backend NAME]    # on any machine
+    python -m benchmarks.hopper_bits collect FOLDER                   # on a GPU, under two minutes
+    python -m benchmarks.hopper_bits compare FOLDER [--backend NAME]  # on any machine
 
 `collect` writes three files. functions.npz has `ex2.approx`, `rcp.approx` and `rsqrt.approx` on
 every significand, and says for each exponent how many of all inputs differ from what these tables
@@ -13,7 +13,7 @@ log-probabilities of whole answers.
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from benchmarks.common import Rows, environment
 from detjax.engine.outputs.completion import Completion
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
@@ -190,35 +191,39 @@ def collect(folder: Path, only: str) -> None:
     print(f"answers after {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def compare(folder: Path, backend: Backend, only: str) -> int:
-    """Print how many elements of each result differ; return how many results have any."""
+def compare(folder: Path, backend: Backend, only: str, out: Rows) -> int:
+    """Keep how many elements of each result differ; return how many results have any."""
     kept, num_different = np.load(folder / "cases.npz"), 0
     for name, found in results(backend, only):
-        for i, array in enumerate(found):
-            if f"{name}/{i}" not in kept:
-                print(f"{name}/{i}: the GPU refused it", flush=True)
-                continue
-            bits, expected = as_bits(array), kept[f"{name}/{i}"]
-            count = int((bits != expected).sum()) if bits.shape == expected.shape else -1
-            num_different += count != 0
-            print(f"{name}/{i}: {count} of {expected.size} differ", flush=True)
-    kept = np.load(folder / "answers.npz")
-    for name, completions in model_answers(backend, only):
-        for i, answer in enumerate(completions):
-            if f"{name}/{i}/ids" not in kept:
-                print(f"answer {name} {i}: the GPU has none", flush=True)
-                continue
-            ids, logprobs = kept[f"{name}/{i}/ids"], kept[f"{name}/{i}/logprobs"]
-            own = np.asarray(answer.logprobs, np.float32)
-            same = (
-                tuple(ids) == tuple(answer.token_ids) and (as_bits(own) == as_bits(logprobs)).all()
-            )
-            num_different += not same
-            print(
-                f"answer {name} {i}: {'equal' if same else 'DIFFERS'} ({len(ids)} tokens)",
-                flush=True,
-            )
+        if f"{name}/0" not in kept:
+            print(f"{name}: the GPU refused it", flush=True)
+            continue
+        pairs = [(as_bits(array), kept[f"{name}/{i}"]) for i, array in enumerate(found)]
+        assert all(a.shape == b.shape for a, b in pairs), name
+        counts = [int((a != b).sum()) for a, b in pairs]
+        num_different += sum(count != 0 for count in counts)
+        size = sum(b.size for _, b in pairs)
+        out.keep(subject="hopper_bits", case=name, different=sum(counts), elements=size)
+    answered = folder / "answers.npz"
+    kept = np.load(answered) if answered.exists() else {}
+    for name, completions in model_answers(backend, only) if kept else ():
+        equal = [_is_kept(answer, kept, f"{name}/{i}") for i, answer in enumerate(completions)]
+        num_different += equal.count(False)
+        out.keep(
+            subject="hopper_answers", case=name, different=equal.count(False),
+            answers=sum(one is not None for one in equal),
+            tokens=sum(len(answer.token_ids) for answer in completions),
+        )  # fmt: skip
     return num_different
+
+
+def _is_kept(answer: Completion, kept: Mapping[str, np.ndarray], name: str) -> bool | None:
+    """Whether an answer has the GPU's tokens and bits; None if the GPU gave none."""
+    if f"{name}/ids" not in kept:
+        return None
+    own = as_bits(np.asarray(answer.logprobs, np.float32))
+    same_ids = tuple(kept[f"{name}/ids"]) == tuple(answer.token_ids)
+    return same_ids and bool((own == as_bits(kept[f"{name}/logprobs"])).all())
 
 
 def main() -> int:
@@ -230,11 +235,13 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", default="reference", choices=[b.value for b in Backend])
     parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--out", help="write JSON rows of a comparison here")
     args = parser.parse_args()
     if args.what == "collect":
         collect(args.folder, args.only)
         return 0
-    num_different = compare(args.folder, Backend(args.backend), args.only)
+    backend = Backend(args.backend)
+    num_different = compare(args.folder, backend, args.only, Rows(environment(backend), args.out))
     print(f"{num_different} results differ")
     return 1 if num_different else 0
 
