@@ -18,7 +18,7 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
             "detjax/pallas_kernels/attention/api.py:rope_attention": 14,
             "detjax/pallas_kernels/attention/portable.py:rope_attention": 13,
             "detjax/pallas_kernels/attention/reference.py:rope_attention": 13,
-            "detjax/pallas_kernels/attention/sm90.py:decode_new_token": 12,
+            "detjax/pallas_kernels/attention/sm90.py:decode_new_token": 13,
             "detjax/pallas_kernels/attention/sm90.py:rope_attention": 13,
             "detjax/pallas_kernels/kernel_set.py:rope_attention": 14,
             "detjax/pallas_kernels/kernel_set.py:route_mlp_add_rms_norm": 11,
