@@ -303,18 +303,36 @@ def test_tree_in_interpret_mode_equals_leaves_folded(name):
     assert_bitwise_equal(out, leaves[0], claim="the kernel adds leaves as the perfect binary tree")
 
 
-def test_combine_in_interpret_mode_equals_the_portable_tree():
-    sums = np.random.default_rng(2).standard_normal((8, 3, 256)).astype(np.float32)
+@pytest.mark.parametrize(("width", "has_bias"), [(256, False), (320, True)])
+def test_combine_in_interpret_mode_equals_the_portable_tree(width, has_bias):
+    """320 is no multiple of 128: the last block of a row starts early."""
+    rng = np.random.default_rng(2)
+    sums = rng.standard_normal((8, 3, width)).astype(np.float32)
+    bias = rng.standard_normal(width).astype(np.float32) if has_bias else None
     out = sm90._combine(
-        (jnp.asarray(sums),),
-        None,
-        None,
-        out_dtype=jnp.float32,
-        interpret=plgpu.InterpretGPUParams(),
-    )
+        (jnp.asarray(sums),), None, None if bias is None else jnp.asarray(bias),
+        out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
     while sums.shape[0] > 1:
         sums = sums[0::2] + sums[1::2]
-    assert_bitwise_equal(out, sums[0], claim="combine continues the tree")
+    want = sums[0] if bias is None else sums[0] + bias
+    assert_bitwise_equal(out, want, claim="combine continues the tree")
+
+
+def test_combine_of_other_widths_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="N to be a multiple of 128, or of 64 from 256"):
+        sm90._combine((jnp.zeros((2, 3, 288)),), None, None, out_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 200, 300, 4000])
+def test_a_product_with_a_bias_and_22_tiles_and_a_half_lowers(num_rows):
+    """The output projection of gpt-oss: 2880 outputs, each with a bias."""
+    reduction = Reduction(num_leaves=8, leaf_len=512)
+    shapes = ((num_rows, 4096), (2880, 4096), (num_rows, 2880), (2880,))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    run = functools.partial(sm90.linear_add, reduction=reduction)
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 def small_integers(num_rows: int, num_out: int, k_len: int):
