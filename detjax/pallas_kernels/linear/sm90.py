@@ -2,6 +2,7 @@
 """Linear layers on Hopper: one matrix-product kernel, tiles by M, and the rest of the tree."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from detjax.pallas_kernels.linear.tiles import (
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
 MAX_CODED_ROWS = 512
 """Up to here a product reads quantised weights as they lie; above, their expansion.
@@ -409,8 +410,8 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
     """Add all groups of all terms, each [groups, ..., M, N], as one tree."""
     groups, *shape = terms[0].shape
     num_out = shape[-1]
-    if num_out % 128:
-        return _combine_ragged(terms, residual, bias, out_dtype=out_dtype, interpret=interpret)
+    if num_out % LANES:
+        return _combine_narrow(terms, residual, bias, out_dtype=out_dtype, interpret=interpret)
     size = terms[0].size // groups
     block = 2048 if size >= 2048 * 2 * NUM_SMS else 512
     while num_out % block:
@@ -451,54 +452,26 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
     )(flat_terms, bias, None if residual is None else residual.reshape(size)).reshape(shape)
 
 
-RAGGED_BLOCK = 256
-"""Outputs of a CTA where N is no multiple of 128."""
+def _combine_narrow(terms: tuple, residual, bias, *, out_dtype, interpret) -> jax.Array:
+    """`_combine` where a block of `LANES` elements may cross the end of a row.
 
-
-def _combine_ragged(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.Array:
-    """`_combine` of rows whose last block starts early instead of ending late.
-
-    Raises:
-        NotImplementedError: If N is no multiple of 64 from `RAGGED_BLOCK` on.
+    All rows become one row of the kernel, with zeros behind it that are cut off again.
     """
-    groups, *shape = terms[0].shape
-    num_out, block = shape[-1], RAGGED_BLOCK
-    if num_out % 64 or num_out < block:
-        raise NotImplementedError(
-            f"sm90 combine needs N to be a multiple of 128, or of 64 from {block} on, not {num_out}"
-        )
-    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=2)
-    num_rows = terms[0].size // (groups * num_out)
+    shape = terms[0].shape[1:]
+    size = math.prod(shape)
 
-    def body(terms_gmem, bias_gmem, residual_gmem, out_gmem):
-        row = lax.axis_index("row")
-        start = jnp.minimum(lax.axis_index("block") * block, num_out - block)
-        here = row, pl.ds(pl.multiple_of(start, 64), block)
+    def one_row(x, *leading: int) -> jax.Array:
+        flat = x.reshape(*leading, 1, size)
+        return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -size % LANES)])
 
-        def load(ref):
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        total = _tree([load(t.at[g, *here]) for t in terms_gmem for g in range(t.shape[0])])
-        if bias is not None:
-            total = total + load(bias_gmem.at[here[1]]).astype(jnp.float32)
-        if residual is not None:
-            total = load(residual_gmem.at[*here]).astype(jnp.float32) + total
-        out_gmem[*here] = total.astype(out_dtype)  # ROUND: once, if the output is narrower
-
-    flat_terms = tuple(t.reshape(t.shape[0], num_rows, num_out) for t in terms)
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_out), out_dtype),
-        grid=(pl.cdiv(num_out, block), num_rows),
-        grid_names=("block", "row"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        kernel_name="detjax_linear_combine_ragged",
+    out = _combine(
+        tuple(one_row(term, term.shape[0]) for term in terms),
+        None if residual is None else one_row(residual),
+        None if bias is None else one_row(jnp.broadcast_to(bias, shape)).reshape(-1),
+        out_dtype=out_dtype,
         interpret=interpret,
-    )(
-        flat_terms, bias, None if residual is None else residual.reshape(num_rows, num_out)
-    ).reshape(shape)  # fmt: skip
+    )
+    return out[0, :size].reshape(shape)
 
 
 def combine_partials(leaf_sums) -> jax.Array:
