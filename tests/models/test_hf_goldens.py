@@ -27,7 +27,9 @@ QUICK = (
 )
 """With tied weights, biases, norms of heads and a window among them."""
 
-FAMILIES = ("exaone4", "gemma2", "gemma3", "glm4", "granite", "olmo2", "olmo3", "phi4_longrope")
+FAMILIES = (
+    "exaone4", "gemma2", "gemma3", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi4_longrope",
+)  # fmt: skip
 
 
 def _expected(case: str) -> tuple[dict, list[np.ndarray]]:
