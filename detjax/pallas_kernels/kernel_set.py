@@ -99,11 +99,13 @@ class KernelSet(Protocol):
         """See `linear.api.linear_add_rms_norm`."""
         ...
 
-    def quantize_rows(self, x, *, dtype: jnp.dtype) -> QuantizedRows:
+    def quantize_rows(self, x, *, dtype: jnp.dtype, group_len: int) -> QuantizedRows:
         """See `linear.w8a8.quantize_rows`."""
         ...
 
-    def rms_norm_quantize(self, x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
+    def rms_norm_quantize(
+        self, x, gain, *, eps: float, dtype: jnp.dtype, group_len: int
+    ) -> QuantizedRows:
         """See `linear.w8a8.rms_norm_quantize`."""
         ...
 

@@ -86,7 +86,7 @@ def down(num_rows: int) -> aot.CompiledProgram:
     return aot.compile_program(run, *shapes)
 
 
-def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
+def w8a8(num_rows: int, dtype, *, has_blocks: bool = False) -> aot.CompiledProgram:
     """A feed-forward layer of 8-bit activations and weights."""
 
     def run(x, gain, gate_up, down):
@@ -96,7 +96,8 @@ def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
         return linear_add(y, down, x, None, reduction=reduction, backend=Backend.SM90)
 
     def matrix(num_out: int, num_in: int):
-        return _shape(num_out, num_in, dtype=dtype), _shape(num_out, dtype=jnp.float32)
+        scales = (num_out // 128, num_in // 128) if has_blocks else (num_out,)
+        return _shape(num_out, num_in, dtype=dtype), _shape(*scales, dtype=jnp.float32)
 
     shapes = (_shape(num_rows, 4096), _shape(4096), matrix(28672, 4096), matrix(4096, 14336))
     return aot.compile_program(run, *shapes)
@@ -544,6 +545,11 @@ PROGRAMS = {
     "w8a8_int8_4000": lambda: w8a8(4000, jnp.int8),
     "w8a8_float8_8": lambda: w8a8(8, jnp.float8_e4m3fn),
     "w8a8_float8_4000": lambda: w8a8(4000, jnp.float8_e4m3fn),
+    "w8a8_float8_64": lambda: w8a8(64, jnp.float8_e4m3fn),
+    **{
+        f"w8a8_blocks_{n}": lambda n=n: w8a8(n, jnp.float8_e4m3fn, has_blocks=True)
+        for n in (8, 64, 128, 256, 4000)
+    },
     "adapted_1": lambda: adapted(1),
     "adapted_64": lambda: adapted(64),
     "adapted_2048": lambda: adapted(2048),

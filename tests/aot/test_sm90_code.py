@@ -110,8 +110,11 @@ def test_adapters_spill_nothing_and_round_as_their_source_says(num_rows):
     assert_rounds_as_its_source_says(program)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8"])
-@pytest.mark.parametrize("num_rows", [8, 4000])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [("int8", 8), ("int8", 4000), ("float8", 8), ("float8", 64), ("float8", 4000)]
+    + [("blocks", num_rows) for num_rows in (8, 64, 128, 256, 4000)],
+)
 def test_products_of_8_bits_spill_nothing_and_copy_nothing(dtype, num_rows):
     program = compiled(f"w8a8_{dtype}_{num_rows}")
     assert sorted(kernel["name"] for kernel in program["kernels"]) == [

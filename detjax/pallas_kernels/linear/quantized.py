@@ -36,7 +36,10 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The greatest magnitude of a row that is quantised to an 8-bit dtype."""
 
 FLOAT8_CHUNK = 128
-"""Input channels whose float8 products one accumulator of the tensor core adds."""
+"""Input channels whose float8 products one accumulator of the tensor core adds.
+
+The length of a group too, where activations have a scale for each group of channels.
+"""
 
 FLOAT8_NAN = 0x7F
 """The bits of a float8_e4m3fn that is no number, without its sign."""
@@ -170,7 +173,8 @@ class W8A8Matrix:
 
     Attributes:
         values: int8 or float8_e4m3fn [N, K].
-        scales: float32 [N], one for each output channel.
+        scales: float32 [N], one for each output channel. Of blocks, which are float8, [N / R, G],
+            one for R output channels and each group of `FLOAT8_CHUNK` input channels.
     """
 
     values: Any
@@ -196,9 +200,26 @@ class W8A8Matrix:
         """Bytes of all parts."""
         return self.values.nbytes + self.scales.nbytes
 
+    @property
+    def group_len(self) -> int:
+        """Input channels that share a scale, also of activations; 0 for all of them."""
+        return FLOAT8_CHUNK if self.scales.ndim == self.values.ndim else 0
+
+    @property
+    def block_rows(self) -> int:
+        """Output channels that share a scale."""
+        return self.values.shape[0] // self.scales.shape[0]
+
+    def row_scales(self) -> jax.Array:
+        """Scales of each output channel: [N, 1], or [N, G] of blocks."""
+        of_blocks = self.scales.reshape(self.scales.shape[0], -1)
+        return jnp.repeat(of_blocks, self.block_rows, axis=0)
+
     def expand(self) -> jax.Array:
         """The bfloat16 matrix [N, K] that `models.quantization.expand` gives, by plain XLA."""
-        products = self.values.astype(jnp.float32) * self.scales[:, None]
+        scales = self.row_scales()
+        scales = jnp.repeat(scales, self.shape[1] // scales.shape[1], axis=1)
+        products = self.values.astype(jnp.float32) * scales
         # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
         rounded = jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7)
         return rounded.astype(jnp.bfloat16)
@@ -211,8 +232,9 @@ class QuantizedRows:
 
     Attributes:
         values: int8 or float8_e4m3fn [M, K].
-        scales: float32 [M], one for each row. sm90 allocates more, which nothing has written, as
-            its kernels load whole tiles of scales.
+        scales: float32 [M], one for each row, or [G, M], one for each group of `FLOAT8_CHUNK`
+            channels as well. sm90 allocates more, which nothing has written, as its kernels load
+            whole tiles of scales.
     """
 
     values: Any
@@ -227,6 +249,11 @@ class QuantizedRows:
     def dtype(self) -> jnp.dtype:
         """Of a value."""
         return self.values.dtype
+
+    @property
+    def group_len(self) -> int:
+        """Channels that share a scale; 0 for a whole row."""
+        return FLOAT8_CHUNK if self.scales.ndim == 2 else 0
 
 
 AnyMatrix = jax.Array | QuantizedMatrix | W8A8Matrix
@@ -247,18 +274,26 @@ def expanded(w: AnyMatrix) -> jax.Array:
     return w.expand() if isinstance(w, QUANTIZED) else w
 
 
+def block_rows_of(w: AnyMatrix) -> int:
+    """Outputs that share a scale, if those of 8-bit weights do by blocks; else 0."""
+    return w.block_rows if isinstance(w, W8A8Matrix) and w.group_len else 0
+
+
 def operands_of(x, w) -> tuple:
     """Activations, weights, and the scales of both: None where they have none.
 
     Raises:
-        ValueError: If only one of them is of 8-bit values, or they are of two kinds.
+        ValueError: If only one of them is of 8-bit values, or they are of two kinds, by dtype or by
+            which channels share a scale.
     """
     if not isinstance(x, QuantizedRows) and not isinstance(w, W8A8Matrix):
         return x, w, None, None
     if isinstance(x, QuantizedRows) and isinstance(w, W8A8Matrix):
-        if x.values.dtype == w.values.dtype:
-            return x.values, w.values, x.scales, w.scales
-        raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+        if x.values.dtype != w.values.dtype:
+            raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+        if x.group_len != w.group_len:
+            raise ValueError(f"scales of {x.group_len=} do not go with those of {w.group_len=}")
+        return x.values, w.values, x.scales, w.scales
     raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
 
 

@@ -102,12 +102,12 @@ def _refuse_8_bits() -> NoReturn:
     )
 
 
-def quantize_rows(x, *, dtype: jnp.dtype):
+def quantize_rows(x, *, dtype: jnp.dtype, group_len: int):
     """Refuse: see `w8a8.quantize_rows`."""
     _refuse_8_bits()
 
 
-def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype):
+def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype, group_len: int):
     """Refuse: see `w8a8.rms_norm_quantize`."""
     _refuse_8_bits()
 
