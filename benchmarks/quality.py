@@ -34,7 +34,7 @@ from detjax.models.weights.load import ignore_progress
 from detjax.pallas_kernels.backend import Backend
 
 BFLOAT16 = "bfloat16"
-FORMS = dict.fromkeys(("fp8-dynamic", "int8-w8a8"), ("auto", "w8a8"))
+FORMS = dict.fromkeys(("fp8-dynamic", "fp8-block", "int8-w8a8"), ("auto", "w8a8"))
 """Forms of `quantized_weights` that give a scheme other answers: w8a8 rounds activations too."""
 STDERR = rich.console.Console(stderr=True)
 

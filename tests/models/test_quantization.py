@@ -393,8 +393,11 @@ def w8a8_folder(tmp_path: Path, scheme: str = "int8-w8a8") -> Path:
 
 @pytest.mark.parametrize(
     ("scheme", "kind", "dtype"),
-    [("int8-w8a8", "int", jnp.int8), ("fp8-dynamic", "float", jnp.float8_e4m3fn)],
-)
+    [
+        ("int8-w8a8", "int", jnp.int8), ("fp8-dynamic", "float", jnp.float8_e4m3fn),
+        ("fp8-block", "float", jnp.float8_e4m3fn),
+    ],
+)  # fmt: skip
 def test_8_bit_activations_are_another_function_with_the_same_weights(
     tmp_path, scheme, kind, dtype
 ):
@@ -403,7 +406,8 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     down = both.params["layers"][0]["down"]
     assert isinstance(down, W8A8Matrix) and down.values.dtype == dtype
     assert not isinstance(both.params["lm_head"], W8A8Matrix)
-    asked = f"multiplied with activations of 8-bit {kind}, dynamic by token"
+    share = "group of 128" if scheme == "fp8-block" else "token"
+    asked = f"multiplied with activations of 8-bit {kind}, dynamic by {share}"
     assert both.quantization.endswith(asked)
     assert [weights_option(it.quantization) for it in (both, plain)] == ["w8a8", "auto"]
     assert both.fingerprint != plain.fingerprint
@@ -416,7 +420,7 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     assert Identifier(both, name="q", tokenizer=None).weights() not in hashes
 
 
-@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-dynamic"], ["int8-w8a8"]))
+@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
 def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     tmp_path, monkeypatch, scheme
 ):
@@ -440,8 +444,8 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     rows_alone = portable.quantize_rows
 
-    def by_tensor(x, dtype):
-        rows = rows_alone(x, dtype=dtype)
+    def by_tensor(x, dtype, group_len):
+        rows = rows_alone(x, dtype=dtype, group_len=group_len)
         peak = jnp.max(rows.scales)
         values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
@@ -449,7 +453,7 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     monkeypatch.setattr(portable, "quantize_rows", by_tensor)
     monkeypatch.setattr(
         portable, "rms_norm_quantize",
-        lambda x, gain, eps, dtype: by_tensor(portable.rms_norm(x, gain, eps=eps), dtype),
+        lambda x, gain, eps, **kind: by_tensor(portable.rms_norm(x, gain, eps=eps), **kind),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
     unchecked = engine(model, self_check="off")
@@ -460,7 +464,10 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize(("scheme", "tp"), quick_and_slow([("fp8-dynamic", 2)], [("int8-w8a8", 4)]))
+@pytest.mark.parametrize(
+    ("scheme", "tp"),
+    quick_and_slow([("fp8-block", 2)], [("fp8-dynamic", 2), ("fp8-block", 4), ("int8-w8a8", 4)]),
+)
 def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, scheme, tp):
     folder = w8a8_folder(tmp_path, scheme)
     one, many = opened(folder, mode="w8a8"), opened(folder, tp, "w8a8")
@@ -474,7 +481,7 @@ def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, s
     whole = layers._add_own_outputs
 
     def by_rank(ctx, x, w, *rest):
-        rows = portable.quantize_rows(x, dtype=w.values.dtype)
+        rows = portable.quantize_rows(x, dtype=w.values.dtype)  # a rank's channels are one group
         values = rows.values.astype(jnp.float32) * rows.scales[:, None]
         return whole(ctx, values.astype(x.dtype), w, *rest)
 
@@ -690,7 +697,7 @@ def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys
         (["--model", out, "--scheme", "int8-w8a8", "--out", f"{out}2"], "quantised already"),
         (["--model", folder, "--scheme", "int4-w4a16", "--out", f"{out}2"], "whole groups of 128"),
         (["--model", folder, "--scheme", "fp8-dynamic", "--group-size", "64", "--out", f"{out}2"],
-         "--group-size 64 is of int4-w4a16; fp8-dynamic has no groups"),
+         "--group-size 64 is of int4-w4a16; fp8-dynamic has no choice"),
         (["--model", f"{folder}x", "--scheme", "int8-w8a8", "--out", f"{out}2"], "bf16x"),
     ):  # fmt: skip
         assert quantize.main(argv) == 2

@@ -71,8 +71,22 @@ class QuantizationScheme:
 W8A8_TEXT = ", multiplied with activations of"
 """Says in a fingerprint that a product's activations have 8 bits."""
 
-W8A8_ACTIVATIONS = {False: "8-bit int, dynamic by token", True: "8-bit float, dynamic by token"}
-"""What a checkpoint asks for that detjax can do to activations, by whether weights are float."""
+
+def _w8a8_activations(scheme: QuantizationScheme, group_len: int) -> str | None:
+    """What detjax can do to the activations of such weights; None if it cannot multiply them."""
+    rows, columns = scheme.block
+    if scheme.layout != "plain" or scheme.num_bits != 8 or scheme.has_zero_points:
+        return None
+    if not columns:
+        return f"8-bit {'float' if scheme.is_float else 'int'}, dynamic by token"
+    if not scheme.is_float or columns != group_len or not rows:
+        return None
+    return f"8-bit float, {_by_group(columns)}"
+
+
+def _by_group(columns: int) -> str:
+    """Of activations whose groups of channels have scales."""
+    return f"dynamic by group of {columns}"
 
 
 def weights_option(quantization: str) -> str:
@@ -84,20 +98,24 @@ def as_w8a8(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with the activations that the checkpoint asks for.
 
     Raises:
-        ValueError: If it asks for others than 8-bit ones of the weights' kind by token, or its
-            weights are not symmetric ones of 8 bits with one scale a tensor or output channel.
+        ValueError: If it asks for others than 8-bit ones of the weights' kind, by token or for
+            blocks by group, or its weights are not symmetric ones of 8 bits with one scale a
+            tensor or output channel, or float8 with one for blocks of `FLOAT8_CHUNK` columns.
     """
-    wanted = W8A8_ACTIVATIONS[scheme.is_float]
-    is_whole = scheme.layout == "plain" and scheme.num_bits == 8 and not scheme.block[1]
-    if not is_whole or scheme.has_zero_points or scheme.method == "fbgemm_fp8":
+    # WHY: it imports JAX, and commands read configurations before that.
+    from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK
+
+    wanted = _w8a8_activations(scheme, FLOAT8_CHUNK)
+    if wanted is None or scheme.method == "fbgemm_fp8":
         refused = f"weights of the format {str(scheme)!r}"
     elif scheme.activations != wanted:
-        refused = f"activations of {scheme.activations or 'bfloat16'!r}"
+        refused = f"activations of {scheme.activations or 'bfloat16'!r}, not {wanted!r}"
     else:
         return dataclasses.replace(scheme, is_w8a8=True)
     raise ValueError(
         "quantized_weights='w8a8' needs symmetric 8-bit weights with a scale for each tensor or "
-        f"output channel and activations of {wanted!r}; this checkpoint has {refused}; use "
+        f"output channel, or float8 with one for blocks of {FLOAT8_CHUNK} input channels, and "
+        f"activations of the same kind; this checkpoint has {refused}; use "
         "quantized_weights='auto'"
     )
 
@@ -267,13 +285,18 @@ def _activations(group: _Settings) -> str:
     dynamic = inputs.one_of("dynamic", True, False, "local", default=False)
     is_symmetric = inputs.one_of("symmetric", True, False, default=True)
     for key in (
-        *("group_size", "block_structure", "actorder", "observer"),
+        *("block_structure", "actorder", "observer"),
         *("observer_kwargs", "scale_dtype", "zp_dtype"),
     ):
         inputs.take(key)
+    group_size = inputs.take("group_size")
     inputs.all_read()
     zeros = "" if is_symmetric else " with zero points"
-    return f"8-bit {kind}{zeros}, {'dynamic' if dynamic else 'static'} by {strategy}"
+    if strategy == "group" and dynamic is True:
+        share = _by_group(_positive("input_activations: group_size", group_size))
+    else:
+        share = f"{'dynamic' if dynamic else 'static'} by {strategy}"
+    return f"8-bit {kind}{zeros}, {share}"
 
 
 def _fp8(settings: _Settings) -> QuantizationScheme:
@@ -283,13 +306,16 @@ def _fp8(settings: _Settings) -> QuantizationScheme:
     shape = settings.take("weight_block_size")
     settings.take("dequantize")
     settings.all_read()
+    block = (0, 0) if shape is None else _block_shape("weight_block_size", shape)
+    # A checkpoint of blocks has activations of groups that are as long as a block is wide.
+    is_by_group = scheme == "dynamic" and block[1]
     return QuantizationScheme(
         method="fp8",
         layout="plain",
         num_bits=8,
         is_float=True,
-        block=(0, 0) if shape is None else _block_shape("weight_block_size", shape),
-        activations=f"8-bit float, {scheme}",
+        block=block,
+        activations=f"8-bit float, {_by_group(block[1]) if is_by_group else scheme}",
     )
 
 

@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from detjax.pallas_kernels.linear.quantized import (
     is_quantized,
     pack_codes,
 )
+from detjax.parallel.mesh import TP_AXIS
 
 LEAST_SCALE_ON_CPU = 1e-30
 """XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
@@ -182,10 +184,22 @@ class _Source:
         return self._read(*index)
 
 
-def _w8a8_partitions(spec: TensorSpec | ParamSpec) -> tuple[PartitionSpec, PartitionSpec]:
+def _w8a8_partitions(
+    spec: TensorSpec | ParamSpec, *, has_blocks: bool
+) -> tuple[PartitionSpec, PartitionSpec]:
     """How values and scales are split."""
     rows, columns = _axes(spec)
-    return PartitionSpec(rows or columns, None), PartitionSpec(rows or columns)
+    of_values = PartitionSpec(rows or columns, None)
+    return of_values, of_values if has_blocks else PartitionSpec(rows or columns)
+
+
+def _block_rows(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh) -> int:
+    """Rows that share a scale on the devices: each run of rows is whole blocks on each rank."""
+    sizes = [rows.scheme.block[0], spec.shape[0] // mesh.shape[TP_AXIS]]
+    if not any(_axes(spec)):
+        sizes[1] = spec.shape[0]
+    sizes += [size for run in spec.runs for size in (run.start, run.source, run.num_rows)]
+    return math.gcd(*sizes)
 
 
 def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
@@ -200,10 +214,20 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
-        ValueError: If a scale is not finite, or a weight is not a number.
+        ValueError: If a scale is not finite, a weight is not a number, or a row is not whole
+            blocks.
     """
-    of_values, of_scales = (NamedSharding(mesh, of) for of in _w8a8_partitions(spec))
+    group_len = rows.group_len
+    if group_len and rows.shape[1] % group_len:
+        raise ValueError(
+            f"{name} has {rows.shape[1]} columns, which are not whole blocks of {group_len}; use "
+            "quantized_weights='auto'"
+        )
+    partitions = _w8a8_partitions(spec, has_blocks=group_len > 0)
+    of_values, of_scales = (NamedSharding(mesh, of) for of in partitions)
     is_float = rows.code_type is CodeType.FLOAT8
+    num_groups = rows.shape[1] // group_len if group_len else 1
+    block_rows = _block_rows(rows, spec, mesh) if group_len else 1
     dtype = np.dtype(ml_dtypes.float8_e4m3fn if is_float else np.int8)
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -214,14 +238,17 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = (index[0].indices(spec.shape[0])[:2], (0, 1))
+        first, stop, _ = index[0].indices(scale_shape[0])
+        bounds = ((first * block_rows, stop * block_rows), (0, num_groups))
         source = _Source(lambda rows_, groups: rows.group_scales(rows_, groups).astype(np.float32))
-        return read_shard(source, spec, np.float32, name, bounds).reshape(-1)
+        found = read_shard(source, spec, np.float32, name, bounds)[::block_rows]
+        return np.ascontiguousarray(found) if group_len else found.reshape(-1)
 
+    scale_shape = (spec.shape[0] // block_rows, *([num_groups] if group_len else []))
     make = jax.make_array_from_callback
     return W8A8Matrix(
         values=make(spec.shape, of_values, values, dtype).block_until_ready(),
-        scales=make(spec.shape[:1], of_scales, scales, jnp.float32).block_until_ready(),
+        scales=make(scale_shape, of_scales, scales, jnp.float32).block_until_ready(),
     )
 
 
@@ -229,10 +256,12 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
     """Store quantised tensors as one parameter: each rank's rows of the first, then of the next."""
     first = parts[0]
     if isinstance(first, W8A8Matrix):
-        of_values, of_scales = _w8a8_partitions(spec)
+        of_values, of_scales = _w8a8_partitions(spec, has_blocks=first.group_len > 0)
+        block_rows = math.gcd(*[it.block_rows for it in parts])
+        joined = _joiner(mesh, of_scales, 0, tuple(it.block_rows // block_rows for it in parts))
         return W8A8Matrix(
             values=_joiner(mesh, of_values, 0)([it.values for it in parts]),
-            scales=_joiner(mesh, of_scales, 0)([it.scales for it in parts]),
+            scales=joined([it.scales for it in parts]),
         )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])
     return QuantizedMatrix(
@@ -248,10 +277,22 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
 
 
 @functools.cache
-def _joiner(mesh: Mesh, partition: PartitionSpec, axis: int) -> Callable[[list], jax.Array]:
-    """Concatenate arrays that lie alike along an axis, each rank its own parts."""
+def _joiner(
+    mesh: Mesh, partition: PartitionSpec, axis: int, repeats: tuple[int, ...] = ()
+) -> Callable[[list], jax.Array]:
+    """Concatenate arrays that lie alike along an axis, each rank its own parts.
+
+    With `repeats` each element of a part comes so often.
+    """
+
+    def join_parts(parts: list) -> jax.Array:
+        if repeats:
+            pairs = zip(parts, repeats, strict=True)
+            parts = [jnp.repeat(part, count, axis=axis) for part, count in pairs]
+        return jnp.concatenate(parts, axis=axis)
+
     local = jax.shard_map(
-        functools.partial(jnp.concatenate, axis=axis),
+        join_parts,
         mesh=mesh,
         in_specs=(partition,),
         out_specs=partition,
