@@ -466,7 +466,7 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("scheme", "tp"),
-    quick_and_slow([("fp8-block", 2)], [("fp8-dynamic", 2), ("fp8-block", 4), ("int8-w8a8", 4)]),
+    quick_and_slow([("fp8-block", 4)], [("fp8-dynamic", 2), ("int8-w8a8", 4)]),
 )
 def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, scheme, tp):
     folder = w8a8_folder(tmp_path, scheme)
@@ -481,7 +481,7 @@ def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, s
     whole = layers._add_own_outputs
 
     def by_rank(ctx, x, w, *rest):
-        rows = portable.quantize_rows(x, dtype=w.values.dtype)  # a rank's channels are one group
+        rows = portable.quantize_rows(x, dtype=w.values.dtype)  # at tp 4 of half a group
         values = rows.values.astype(jnp.float32) * rows.scales[:, None]
         return whole(ctx, values.astype(x.dtype), w, *rest)
 

@@ -243,6 +243,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend, d
         (Backend.PORTABLE, INT8),
         pytest.param(Backend.SM90, INT8, marks=pytest.mark.gpu),
         pytest.param(Backend.SM90, FLOAT8, marks=pytest.mark.gpu),
+        pytest.param(Backend.SM90, BLOCKS, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 9, 65])
@@ -463,10 +464,11 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "odd": 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [FLOAT8, BLOCKS])
 @pytest.mark.parametrize("name", SHAPES)
-def test_float8_products_of_whole_shapes_on_a_gpu(name):
+def test_float8_products_of_whole_shapes_on_a_gpu(name, kind):
     shape = SHAPES[name]
-    rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape, FLOAT8)
+    rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape, kind)
     rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
     residual = jnp.asarray(np.random.default_rng(6).normal(size=(1030, shape[0])) * 50, BF16)
 
@@ -480,7 +482,7 @@ def test_float8_products_of_whole_shapes_on_a_gpu(name):
         ]
 
     whole = run(1030)
-    few = W8A8Matrix(values=w.values[-64:], scales=w.scales[-64:])
+    few = W8A8Matrix(values=w.values[-64:], scales=w.scales[-64 // w.block_rows :])
     want = product_by_numpy(rows[:70], few)
     assert_bitwise_equal(whole[0][:70, -64:], want, claim="the model of the tensor core")
     for num_rows in (1, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511):
