@@ -42,6 +42,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.moe import portable as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
@@ -535,11 +536,61 @@ def test_other_activations_are_refused(tmp_path, key, value, message):
         opened(tmp_path / "q", mode="w8a8")
 
 
-def test_experts_of_8_bits_are_refused_with_8_bit_activations(tmp_path):
-    folder = folder_of("qwen3_moe", tmp_path / "bf16")
-    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
-    with pytest.raises(ValueError, match="as an expert's is not"):
-        opened(tmp_path / "q", mode="w8a8")
+EXPERTS = SMALL | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def experts_folder(tmp_path: Path, scheme: str) -> Path:
+    write_model_folder(tmp_path / "bf16", EXPERTS, scale=128**-0.5)
+    quantize_folder(tmp_path / "bf16", tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    return tmp_path / "q"
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
+def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, monkeypatch, scheme):
+    folder = experts_folder(tmp_path, scheme)
+    model = opened(folder, mode="w8a8")
+    down = model.params["layers"][0]["expert_down"]
+    assert isinstance(down, W8A8Matrix) and down.shape == (8, 128, 128)
+    want = digests(model)
+    assert digests(opened(folder, 2, "w8a8")) == want
+    assert digests(opened(folder)) != want  # bfloat16 activations are another function
+    hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (model, opened(folder))}
+    assert len(hashes) == 1
+    params = SamplingParams(max_tokens=6, temperature=0.7, seed=3)
+    prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)))
+    requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
+
+    def found(engine: Engine, requests: list[Request]) -> list[str]:
+        return [answer.digest() for answer in engine.generate(requests)]
+
+    sizes = {"batch_size": 4, "prefill_chunk": 16, "max_len": 64}
+    first = Engine(model, EngineConfig(**sizes))
+    together = found(first, requests)
+    assert [found(first, [request])[0] for request in requests] == together
+    # Control: one scale for all rows of all experts.
+    rows_alone = moe.quantize_rows
+
+    def by_tensor(x, **kind):
+        rows = rows_alone(x, **kind)
+        # Rows of tiles that are not in use are NaN.
+        peak = jnp.max(jnp.where(jnp.isfinite(rows.scales), rows.scales, 0))
+        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
+        return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
+
+    monkeypatch.setattr(moe, "quantize_rows", by_tensor)
+    moe._grouped_linear.clear_cache()
+    moe.expert_mlp.clear_cache()
+    unchecked = Engine(opened(folder, mode="w8a8"), EngineConfig(**sizes, self_check="off"))
+    alone = [found(unchecked, [request])[0] for request in requests]
+    shared = found(unchecked, requests)
+    moe._grouped_linear.clear_cache()
+    moe.expert_mlp.clear_cache()
+    assert alone != shared
 
 
 @pytest.mark.parametrize(

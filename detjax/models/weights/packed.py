@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from detjax.models.params import ParamRole, ParamSpec, TensorSpec
 from detjax.models.quantization.expand import SIGN_BIT, ExpandedRows
 from detjax.models.weights.files import StoredTensor
-from detjax.models.weights.place import read_shard
+from detjax.models.weights.place import ExpertRows, read_shard
 from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     SCALE_LIMITS,
@@ -63,12 +63,13 @@ def kept_form(
     if not quantized:
         return MatrixForm.EXPANDED
     is_matrix = all(
-        spec.role is ParamRole.MATRIX and not _is_padded(spec) for spec in param.tensors
+        (spec.role is ParamRole.MATRIX or spec.num_experts) and not _is_padded(spec)
+        for spec in param.tensors
     )
     if not is_matrix or len(quantized) < len(stored):
         raise ValueError(
             f"{quantized[0].rows.name} is not a whole matrix of 8-bit weights that 8-bit "
-            "activations can multiply, as an expert's is not; use quantized_weights='auto'"
+            "activations can multiply; use quantized_weights='auto'"
         )
     return form
 
@@ -187,14 +188,16 @@ class _Source:
 def _w8a8_partitions(
     spec: TensorSpec | ParamSpec, *, has_blocks: bool
 ) -> tuple[PartitionSpec, PartitionSpec]:
-    """How values and scales are split."""
+    """How values and scales are split: by rows, or by experts."""
     rows, columns = _axes(spec)
-    of_values = PartitionSpec(rows or columns, None)
-    return of_values, of_values if has_blocks else PartitionSpec(rows or columns)
+    of_values = PartitionSpec(rows or columns, *[None] * (len(spec.shape) - 1))
+    return of_values, of_values if has_blocks else PartitionSpec(*of_values[:-1])
 
 
 def _block_rows(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh) -> int:
     """Rows that share a scale on the devices: each run of rows is whole blocks on each rank."""
+    if spec.num_experts:  # ranks have whole experts
+        return math.gcd(rows.scheme.block[0], rows.shape[0])
     sizes = [rows.scheme.block[0], spec.shape[0] // mesh.shape[TP_AXIS]]
     if not any(_axes(spec)):
         sizes[1] = spec.shape[0]
@@ -202,14 +205,17 @@ def _block_rows(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh) -> int:
     return math.gcd(*sizes)
 
 
-def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
-    """Put a tensor of 8-bit values with a scale a row on the devices, as it is.
+def place_w8a8(
+    sources: Sequence[ExpandedRows], spec: TensorSpec, mesh: Mesh, *, name: str
+) -> W8A8Matrix:
+    """Put a tensor of 8-bit values and scales, or those of all experts, on the devices, as it is.
 
-    Ranks own rows, also of a matrix whose spec splits columns: `models.layers` says why.
+    Ranks own rows, also of a matrix whose spec splits columns: `models.layers` says why. Of experts
+    they own whole ones.
 
     Args:
-        rows: The tensor of the checkpoint, of a scheme that `as_w8a8` takes.
-        spec: Its shape, and whether it is split over ranks.
+        sources: The tensors of the checkpoint, of a scheme that `as_w8a8` takes.
+        spec: The shape, and whether it is split over ranks.
         mesh: Has the axes "dp" and "tp".
         name: Of the tensor, and where it comes from, for errors.
 
@@ -217,7 +223,7 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
         ValueError: If a scale is not finite, a weight is not a number, or a row is not whole
             blocks.
     """
-    group_len = rows.group_len
+    rows, group_len = sources[0], sources[0].group_len
     if group_len and rows.shape[1] % group_len:
         raise ValueError(
             f"{name} has {rows.shape[1]} columns, which are not whole blocks of {group_len}; use "
@@ -229,26 +235,35 @@ def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -
     num_groups = rows.shape[1] // group_len if group_len else 1
     block_rows = _block_rows(rows, spec, mesh) if group_len else 1
     dtype = np.dtype(ml_dtypes.float8_e4m3fn if is_float else np.int8)
+    scale_shape = (*spec.shape[:-2], spec.shape[-2] // block_rows, num_groups)
+
+    def read(of_tensor: Callable, dtype, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        parts = [_Source(functools.partial(of_tensor, it)) for it in sources]
+        source = ExpertRows(parts) if spec.num_experts else parts[0]
+        return read_shard(source, spec, dtype, name, bounds)
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, spec.shape, strict=True))
-        part = read_shard(_Source(rows.unsigned_codes), spec, np.uint8, name, bounds)
+        part = read(ExpandedRows.unsigned_codes, np.uint8, bounds)
         return part.view(dtype) if is_float else (part ^ np.uint8(SIGN_BIT)).view(dtype)
+
+    def of_groups(of: ExpandedRows, rows: slice, groups: slice) -> np.ndarray:
+        return of.group_scales(rows, groups).astype(np.float32)
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        first, stop, _ = index[0].indices(scale_shape[0])
-        bounds = ((first * block_rows, stop * block_rows), (0, num_groups))
-        source = _Source(lambda rows_, groups: rows.group_scales(rows_, groups).astype(np.float32))
-        found = read_shard(source, spec, np.float32, name, bounds)[::block_rows]
-        return np.ascontiguousarray(found) if group_len else found.reshape(-1)
+        index = (*index, slice(None))[: len(scale_shape)]
+        bounds = [i.indices(n)[:2] for i, n in zip(index, scale_shape, strict=True)]
+        bounds[-2] = tuple(edge * block_rows for edge in bounds[-2])
+        found = read(of_groups, np.float32, tuple(bounds))[..., ::block_rows, :]
+        return np.ascontiguousarray(found if group_len else found[..., 0])
 
-    scale_shape = (spec.shape[0] // block_rows, *([num_groups] if group_len else []))
+    stored = scale_shape if group_len else scale_shape[:-1]
     make = jax.make_array_from_callback
     return W8A8Matrix(
         values=make(spec.shape, of_values, values, dtype).block_until_ready(),
-        scales=make(scale_shape, of_scales, scales, jnp.float32).block_until_ready(),
+        scales=make(stored, of_scales, scales, jnp.float32).block_until_ready(),
     )
 
 
@@ -258,9 +273,11 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
     if isinstance(first, W8A8Matrix):
         of_values, of_scales = _w8a8_partitions(spec, has_blocks=first.group_len > 0)
         block_rows = math.gcd(*[it.block_rows for it in parts])
-        joined = _joiner(mesh, of_scales, 0, tuple(it.block_rows // block_rows for it in parts))
+        repeats = tuple(it.block_rows // block_rows for it in parts)
+        axis = first.ndim - 2
+        joined = _joiner(mesh, of_scales, axis, repeats)
         return W8A8Matrix(
-            values=_joiner(mesh, of_values, 0)([it.values for it in parts]),
+            values=_joiner(mesh, of_values, axis)([it.values for it in parts]),
             scales=joined([it.scales for it in parts]),
         )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])

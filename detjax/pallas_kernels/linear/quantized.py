@@ -171,6 +171,8 @@ class QuantizedMatrix:
 class W8A8Matrix:
     """A matrix [N, K] of 8-bit values that multiplies activations of 8-bit values.
 
+    Those of several experts are one in front of the other, [U, N, K], and so are their scales.
+
     Attributes:
         values: int8 or float8_e4m3fn [N, K].
         scales: float32 [N], one for each output channel. Of blocks, which are float8, [N / R, G],
@@ -181,14 +183,14 @@ class W8A8Matrix:
     scales: Any
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Output and input channels, N and K."""
+    def shape(self) -> tuple[int, ...]:
+        """Output and input channels, N and K; of experts their number first."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Two."""
-        return 2
+        """Two, or three."""
+        return self.values.ndim
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -208,17 +210,18 @@ class W8A8Matrix:
     @property
     def block_rows(self) -> int:
         """Output channels that share a scale."""
-        return self.values.shape[0] // self.scales.shape[0]
+        axis = self.values.ndim - 2
+        return self.values.shape[axis] // self.scales.shape[axis]
 
     def row_scales(self) -> jax.Array:
         """Scales of each output channel: [N, 1], or [N, G] of blocks."""
-        of_blocks = self.scales.reshape(self.scales.shape[0], -1)
-        return jnp.repeat(of_blocks, self.block_rows, axis=0)
+        of_blocks = self.scales if self.group_len else self.scales[..., None]
+        return jnp.repeat(of_blocks, self.block_rows, axis=-2)
 
     def expand(self) -> jax.Array:
         """The bfloat16 matrix [N, K] that `models.quantization.expand` gives, by plain XLA."""
         scales = self.row_scales()
-        scales = jnp.repeat(scales, self.shape[1] // scales.shape[1], axis=1)
+        scales = jnp.repeat(scales, self.shape[-1] // scales.shape[-1], axis=-1)
         products = self.values.astype(jnp.float32) * scales
         # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
         rounded = jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7)
