@@ -152,12 +152,20 @@ def down_add(num_rows: int) -> aot.CompiledProgram:
     return aot.compile_program(run, *shapes)
 
 
-def experts(num_rows: int) -> aot.CompiledProgram:
+def experts(num_rows: int, *, has_blocks: bool = False) -> aot.CompiledProgram:
     """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
     shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
+    def matrix(num_out: int, num_in: int):
+        if not has_blocks:
+            return _shape(num, num_out, num_in)
+        scales = _shape(num, num_out // 128, num_in // 128, dtype=jnp.float32)
+        return _shape(num, num_out, num_in, dtype=jnp.float8_e4m3fn), scales
+
     def run(x, logits, w_gate_up, w_down, residual, gain):
+        if has_blocks:
+            w_gate_up, w_down = (W8A8Matrix(values=v, scales=s) for v, s in (w_gate_up, w_down))
         return route_mlp_add_rms_norm(
             x, logits, w_gate_up, w_down, residual, gain,
             top_k=shape.top_k, renormalise=shape.renormalise, eps=1e-6, backend=Backend.SM90,
@@ -166,8 +174,8 @@ def experts(num_rows: int) -> aot.CompiledProgram:
     shapes = (
         _shape(num_rows, hidden),
         _shape(num_rows, num, dtype=jnp.float32),
-        _shape(num, 2 * width, hidden),
-        _shape(num, hidden, width),
+        matrix(2 * width, hidden),
+        matrix(hidden, width),
         _shape(num_rows, hidden),
         _shape(hidden),
     )
@@ -562,6 +570,10 @@ PROGRAMS = {
     "experts_64": lambda: experts(64),
     "experts_256": lambda: experts(256),
     "experts_4000": lambda: experts(4000),
+    **{
+        f"block_experts_{n}": lambda n=n: experts(n, has_blocks=True)
+        for n in (1, 8, 64, 256, 1000, 4000)
+    },
     "expert_share_64": lambda: expert_share(64),
     "expert_share_4000": lambda: expert_share(4000),
     "attention_decode": lambda: attend(8, 1, 1024),

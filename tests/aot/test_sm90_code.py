@@ -158,6 +158,23 @@ def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "shape", "launches"),
+    [
+        (1, "m64n8k32", 5), (8, "m64n8k32", 5), (64, "m64n16k32", 7), (256, "m64n32k32", 8),
+        (1000, "m64n128k32", 8), (4000, "m64n128k32", 8),
+    ],
+)  # fmt: skip
+def test_experts_of_8_bits_spill_nothing(num_rows, shape, launches):
+    """Two launches more than experts of bfloat16: those that quantise rows."""
+    program = compiled(f"block_experts_{num_rows}")
+    assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
+    assert wgmma(program, "detjax_experts_down") == {(shape,)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+    assert program["launches"] == launches
+
+
+@pytest.mark.parametrize(
     ("name", "shapes"),
     [
         pytest.param("mixtral_decode_one", {"m64n8k16"}, marks=pytest.mark.nightly),

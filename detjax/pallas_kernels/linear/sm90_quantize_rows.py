@@ -65,9 +65,14 @@ def rms_norm_quantize(
     return _quantize(x, gain, eps=eps, dtype=dtype, group_len=group_len, interpret=interpret)
 
 
-def _vec_len(width: int) -> int:
-    """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours."""
+def _vec_len(width: int, *, may_overlap: bool = False) -> int:
+    """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours.
+
+    Chunks of groups that need no other group may overlap, so a row need not be whole chunks.
+    """
     found = next((v for v in (8, 4) if width % (rows.LANES * v) == 0), 0)
+    if may_overlap and width >= 4 * rows.LANES:
+        found = found or 4
     if not found:
         raise NotImplementedError(
             f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
@@ -89,11 +94,12 @@ def _quantize(
     x, gain, *, eps: float, dtype: jnp.dtype, group_len: int, interpret: bool
 ) -> QuantizedRows:
     num_rows, width = x.shape
-    vec_len = _vec_len(width)
+    may_overlap = group_len > 0 and gain is None
+    vec_len = _vec_len(width, may_overlap=may_overlap)
     if gain is not None and not row_sum(width).is_wide:
         raise NotImplementedError(f"sm90 normalises and quantises wide rows, not {width=}")
     chunk = rows.LANES * vec_len
-    num_chunks = width // chunk
+    num_chunks = pl.cdiv(width, chunk)
     warpgroups = _warpgroups(num_rows, num_chunks)
     each = num_chunks // warpgroups
     math = rows.strided(chunk, vec_len, interpret)
@@ -109,7 +115,11 @@ def _quantize(
     ):
         row = lax.axis_index("row")
         first = lax.axis_index("wg") * each if warpgroups > 1 else 0
-        columns = [pl.ds((first + i) * chunk, chunk) for i in range(each)]
+        starts = [(first + i) * chunk for i in range(each)]
+        if width % chunk:
+            # WHY: what two chunks share is written twice, alike.
+            starts = [jnp.minimum(start, width - chunk) for start in starts]
+        columns = [pl.ds(start, chunk) for start in starts]
 
         def meet():
             if warpgroups == 1:
@@ -133,8 +143,8 @@ def _quantize(
         largest = LARGEST[dtype.name]
         if group_len:
             lanes, groups = group_len // vec_len, chunk // group_len
-            for i, (v, c) in enumerate(zip(values, columns, strict=True)):
-                of_groups = scales_gmem.at[pl.ds((first + i) * groups, groups), row]
+            for v, c, start in zip(values, columns, starts, strict=True):
+                of_groups = scales_gmem.at[pl.ds(lax.div(start, group_len), groups), row]
                 peaks = _peaks(v, math, lanes=lanes)
                 scaled = _scaled_groups(v, peaks, of_groups, math, largest, lanes=lanes)
                 values_gmem[row, c] = _narrowed(scaled, dtype, math)
