@@ -255,7 +255,8 @@ def place_w8a8(
         assert index is not None
         index = (*index, slice(None))[: len(scale_shape)]
         bounds = [i.indices(n)[:2] for i, n in zip(index, scale_shape, strict=True)]
-        bounds[-2] = tuple(edge * block_rows for edge in bounds[-2])
+        first, stop = bounds[-2]
+        bounds[-2] = first * block_rows, stop * block_rows
         found = read(of_groups, np.float32, tuple(bounds))[..., ::block_rows, :]
         return np.ascontiguousarray(found if group_len else found[..., 0])
 
