@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.moe import portable as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
@@ -445,16 +446,16 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     rows_alone = portable.quantize_rows
 
-    def by_tensor(x, dtype, group_len):
-        rows = rows_alone(x, dtype=dtype, group_len=group_len)
+    def by_tensor(x, coding):
+        rows = rows_alone(x, coding)
         peak = jnp.max(rows.scales)
-        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(dtype)
+        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
     monkeypatch.setattr(portable, "quantize_rows", by_tensor)
     monkeypatch.setattr(
         portable, "rms_norm_quantize",
-        lambda x, gain, eps, **kind: by_tensor(portable.rms_norm(x, gain, eps=eps), **kind),
+        lambda x, gain, coding, eps: by_tensor(portable.rms_norm(x, gain, eps=eps), coding),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
     unchecked = engine(model, self_check="off")
@@ -482,7 +483,8 @@ def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, s
     whole = layers._add_own_outputs
 
     def by_rank(ctx, x, w, *rest):
-        rows = portable.quantize_rows(x, dtype=w.values.dtype)  # at tp 4 of half a group
+        # At tp 4 they are half a group.
+        rows = portable.quantize_rows(x, RowCoding(dtype=w.values.dtype))
         values = rows.values.astype(jnp.float32) * rows.scales[:, None]
         return whole(ctx, values.astype(x.dtype), w, *rest)
 
@@ -536,6 +538,83 @@ def test_other_activations_are_refused(tmp_path, key, value, message):
         opened(tmp_path / "q", mode="w8a8")
 
 
+def with_settings(folder: Path, settings: dict[str, Any] | Callable, **parts) -> Path:
+    """A folder with other settings of its quantisation, and other parts of each matrix."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if callable(settings):
+        settings(config["quantization_config"])
+    else:
+        config["quantization_config"] = settings
+    path.write_text(json.dumps(config))
+    with contextlib.ExitStack() as stack:
+        tensors = {name: np.array(it.rows) for name, it in open_tensors(folder, stack).items()}
+    layers = [name.removesuffix(".weight_scale") for name in tensors if "weight_scale" in name]
+    for part, value in parts.items():
+        tensors |= {f"{layer}.{part}": np.asarray(value(layer), np.float32) for layer in layers}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def make_static(settings: dict[str, Any]) -> None:
+    [group] = settings["config_groups"].values()
+    group["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+
+
+def scale_of(layer: str) -> float:
+    return 0.02 if "down" in layer else 0.01
+
+
+def test_static_scales_of_activations_are_those_of_the_checkpoint(tmp_path):
+    folder = w8a8_folder(tmp_path, "fp8-dynamic")
+    dynamic = opened(folder, mode="w8a8")
+    with_settings(folder, make_static, input_scale=scale_of)
+    model = opened(folder, mode="w8a8")
+    want = digests(model)
+    assert want != digests(dynamic) and digests(opened(folder, 2, "w8a8")) == want
+    down = model.params["layers"][0]["down"]
+    assert float(down.row_scale) == np.float32(0.02)
+    assert "8-bit float, static by tensor, sha256 of its scales" in model.quantization
+    model.replace_weights(model.read_folder(folder))
+    with_settings(folder, lambda settings: None, input_scale=lambda layer: 2 * scale_of(layer))
+    other = opened(folder, mode="w8a8")
+    assert digests(other) != want and other.fingerprint != model.fingerprint
+    with pytest.raises(ValueError, match="the fingerprint says"):
+        model.read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda layer: 0.0, "is not one positive number"),
+        (lambda layer: [0.1, 0.2], "is not one positive number"),
+        (lambda layer: 0.5 if "k_proj" in layer else 0.25, "have several scales of these.*k_proj"),
+    ],
+    ids=["zero", "two", "several"],
+)
+def test_static_scales_that_no_product_takes_are_refused(tmp_path, value, message):
+    folder = with_settings(w8a8_folder(tmp_path), make_static, input_scale=value)
+    with pytest.raises(ValueError, match=message):
+        opened(folder, mode="w8a8")
+
+
+def test_the_bound_of_fbgemm_limits_the_peak_of_a_row(tmp_path):
+    folder = w8a8_folder(tmp_path, "fp8-dynamic")
+    want = digests(opened(folder, mode="w8a8"))
+
+    def found(bound: float | None) -> list[str]:
+        settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}
+        model = opened(with_settings(folder, settings), mode="w8a8")
+        assert model.params["layers"][0]["down"].row_bound == (bound or 0)
+        assert model.quantization.endswith(f"peaks of at most {bound:g}" if bound else "by token")
+        return digests(model)
+
+    assert found(1200.0) == want and found(None) == want
+    assert found(0.5) != want  # rows have greater values
+    with pytest.raises(ValueError, match="activation_scale_ub=-1 must be a positive number"):
+        found(-1)
+
+
 EXPERTS = SMALL | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
@@ -575,8 +654,8 @@ def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, m
     # Control: one scale for all rows of all experts.
     rows_alone = moe.quantize_rows
 
-    def by_tensor(x, **kind):
-        rows = rows_alone(x, **kind)
+    def by_tensor(x, coding):
+        rows = rows_alone(x, coding)
         # Rows of tiles that are not in use are NaN.
         peak = jnp.max(jnp.where(jnp.isfinite(rows.scales), rows.scales, 0))
         values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)

@@ -30,6 +30,7 @@ from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     LARGEST,
     QuantizedRows,
+    RowCoding,
     W8A8Matrix,
     operands_of,
 )
@@ -83,8 +84,8 @@ def dtype_of(kind) -> jnp.dtype:
     return FLOAT8 if kind == BLOCKS else kind
 
 
-def group_len_of(kind) -> int:
-    return FLOAT8_CHUNK if kind == BLOCKS else 0
+def coding_of(kind) -> RowCoding:
+    return RowCoding(dtype=dtype_of(kind), group_len=FLOAT8_CHUNK if kind == BLOCKS else 0)
 
 
 def drawn_weights(shape: tuple[int, int], kind=INT8, *, block_rows: int = 64) -> W8A8Matrix:
@@ -98,19 +99,23 @@ def drawn_weights(shape: tuple[int, int], kind=INT8, *, block_rows: int = 64) ->
     return W8A8Matrix(values=jnp.asarray(values), scales=jnp.asarray(scales))
 
 
-def by_numpy(rows: np.ndarray, kind=INT8) -> tuple[np.ndarray, np.ndarray]:
+def narrowed(scaled: np.ndarray, dtype) -> np.ndarray:
+    if dtype == FLOAT8:
+        return scaled.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return np.rint(scaled).clip(-128, 127).astype(np.int8)
+
+
+def by_numpy(rows: np.ndarray, kind=INT8, bound=np.inf) -> tuple[np.ndarray, np.ndarray]:
     """Quantised rows and their scales, from the definition: [M], or [M, G] of blocks."""
     wide, largest = rows.astype(np.float32), np.float32(LARGEST[dtype_of(kind).name])
     if kind == BLOCKS:
         groups, scales = by_numpy(rows.reshape(-1, FLOAT8_CHUNK), FLOAT8)
         return groups.reshape(rows.shape), scales.reshape(len(rows), -1)
-    peak = np.abs(wide).max(axis=1)
+    peak = np.minimum(np.abs(wide).max(axis=1), np.float32(bound))
     with np.errstate(divide="ignore", over="ignore"):
         inverse = largest / peak
     scaled = wide * np.where(np.isinf(inverse), np.float32(0), inverse)[:, None]
-    if kind == FLOAT8:
-        return scaled.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn), peak / largest
-    return np.rint(scaled).clip(-128, 127).astype(np.int8), peak / largest
+    return narrowed(scaled, kind), peak / largest
 
 
 def float8_chain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -200,12 +205,41 @@ def one_cta(monkeypatch):
 def test_rows_are_quantised_as_the_definition_says(backend, dtype, width):
     rows = drawn_rows(19, width)
     values, scales = by_numpy(rows, dtype)
-    options = {"dtype": dtype_of(dtype), "group_len": group_len_of(dtype)}
-    found = w8a8.quantize_rows(jnp.asarray(rows), backend=backend, **options)
+    found = w8a8.quantize_rows(jnp.asarray(rows), coding_of(dtype), backend=backend)
     assert_bitwise_equal(found.values, values, claim="8-bit values")
     assert_bitwise_equal(found.scales[..., : len(rows)].T, scales, claim="scales")
     assert np.abs(values.astype(np.float32)).max() == LARGEST[dtype_of(dtype).name]
     assert (values[1].view(np.uint8) == 0).all() and (scales[1] == 0).all()
+
+
+BOUNDED = [*BACKENDS, "interpreted"]
+
+
+@pytest.mark.parametrize("backend", BOUNDED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bound_and_a_given_scale_take_the_place_of_a_row_s_peak(backend, dtype):
+    rows = drawn_rows(9, 512)
+    peaks = np.abs(rows.astype(np.float32)).max(axis=1)
+    bound, scale = float(np.float32(np.median(peaks))), np.float32(0.3)
+    codings = [
+        RowCoding(dtype=dtype, bound=bound),
+        RowCoding(dtype=dtype, scale=jnp.asarray(scale)),
+    ]
+    wants = [
+        by_numpy(rows, dtype, bound),
+        (narrowed(rows.astype(np.float32) * (1 / scale), dtype), np.full(9, scale)),
+    ]
+    assert (peaks > bound).any() and (peaks < bound).any()
+    for coding, (values, scales) in zip(codings, wants, strict=True):
+        if backend == "interpreted":
+            found = sm90_quantize_rows.quantize_rows(jnp.asarray(rows), coding, interpret=True)
+        else:
+            found = w8a8.quantize_rows(jnp.asarray(rows), coding, backend=backend)
+        assert_bitwise_equal(found.values, values, claim="8-bit values")
+        assert_bitwise_equal(found.scales[:9], scales, claim="scales")
+    with pytest.raises(ValueError, match="groups of channels have scales of their own"):
+        coding = RowCoding(dtype=FLOAT8, group_len=FLOAT8_CHUNK, bound=1.0)
+        w8a8.quantize_rows(jnp.asarray(rows), coding, backend=Backend.PORTABLE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,7 +250,7 @@ def test_scales_are_quotients_in_programs_of_several_devices(dtype):
     largest = np.float32(LARGEST[dtype.name])
     quotients = peaks / largest
     step = jax.shard_map(
-        lambda x: w8a8.quantize_rows(x, dtype=dtype, backend=Backend.PORTABLE).scales,
+        lambda x: w8a8.quantize_rows(x, coding_of(dtype), backend=Backend.PORTABLE).scales,
         mesh=make_mesh(1, 2), in_specs=P(), out_specs=P(), check_vma=False,
     )  # fmt: skip
     found = jax.jit(step)(jnp.asarray(rows))
@@ -379,8 +413,7 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtyp
     x = np.random.default_rng(8).integers(-peak, peak + 1, (num_rows, 512))
     x[:, 3::FLOAT8_CHUNK] = peak
     x = jnp.asarray(x * 2.0 ** (np.arange(num_rows)[:, None] % 3), BF16)
-    options: dict = {"dtype": dtype_of(dtype), "group_len": group_len_of(dtype)}
-    rows = w8a8.quantize_rows(x, backend=Backend.PORTABLE, **options)
+    rows = w8a8.quantize_rows(x, coding_of(dtype), backend=Backend.PORTABLE)
     spare = [(0, 0)] * (rows.scales.ndim - 1) + [(0, sm90_quantize_rows.SPARE_SCALES)]
     scales = jnp.pad(rows.scales, spare, constant_values=jnp.nan)
     rows = QuantizedRows(values=rows.values, scales=scales)
@@ -410,18 +443,16 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtyp
 def test_quantising_in_interpret_mode(width, dtype):
     rows = drawn_rows(3, width)
     values, scales = by_numpy(rows, dtype)
-    found = sm90_quantize_rows.quantize_rows(
-        jnp.asarray(rows), dtype=dtype_of(dtype), group_len=group_len_of(dtype), interpret=True
-    )
+    found = sm90_quantize_rows.quantize_rows(jnp.asarray(rows), coding_of(dtype), interpret=True)
     assert_bitwise_equal(found.values, values, claim="8-bit values")
     assert_bitwise_equal(found.scales[..., :3].T, scales, claim="scales")
 
 
 def test_rows_that_no_kernel_takes_are_refused():
     with pytest.raises(NotImplementedError, match="multiple of 512 channels, not 768"):
-        sm90_quantize_rows.quantize_rows(jnp.zeros((1, 768), BF16), dtype=INT8)
+        sm90_quantize_rows.quantize_rows(jnp.zeros((1, 768), BF16), coding_of(INT8))
     with pytest.raises(ValueError, match="65536 is most"):
-        w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), dtype=INT8, backend=Backend.PORTABLE)
+        w8a8.quantize_rows(jnp.zeros((1, 65544), BF16), coding_of(INT8), backend=Backend.PORTABLE)
     rows = QuantizedRows(values=jnp.zeros((1, 512), jnp.int8), scales=jnp.zeros(1))
     with pytest.raises(ValueError, match="must agree in their last axis"):
         w8a8.w8a8_product(rows, drawn_weights((64, 128)), out_dtype=F32, backend=Backend.PORTABLE)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import ParamRole, ParamSpec, TensorSpec
 from detjax.models.quantization.expand import SIGN_BIT, ExpandedRows
+from detjax.models.quantization.scheme import STATIC
 from detjax.models.weights.files import StoredTensor
 from detjax.models.weights.place import ExpertRows, read_shard
 from detjax.pallas_kernels.linear.quantized import (
@@ -33,6 +34,8 @@ from detjax.parallel.mesh import TP_AXIS
 
 LEAST_SCALE_ON_CPU = 1e-30
 """XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
+
+_SEVERAL_SCALES = "weights that multiply the same activations have several scales of these"
 
 MODES = ("auto", "packed", "expanded", "w8a8")
 """How quantised weights lie on the devices, as `MatrixForm`; auto is one of the first two."""
@@ -220,8 +223,8 @@ def place_w8a8(
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
-        ValueError: If a scale is not finite, a weight is not a number, or a row is not whole
-            blocks.
+        ValueError: If a scale is not finite, a weight is not a number, a row is not whole blocks,
+            or the tensors have several scales of activations.
     """
     rows, group_len = sources[0], sources[0].group_len
     if group_len and rows.shape[1] % group_len:
@@ -265,7 +268,24 @@ def place_w8a8(
     return W8A8Matrix(
         values=make(spec.shape, of_values, values, dtype).block_until_ready(),
         scales=make(stored, of_scales, scales, jnp.float32).block_until_ready(),
+        row_scale=_row_scale(sources, mesh),
+        row_bound=rows.scheme.activation_bound,
     )
+
+
+def _row_scale(sources: Sequence[ExpandedRows], mesh: Mesh) -> jax.Array | None:
+    """The scale of all activations on every device, where the checkpoint has one."""
+    if not sources[0].scheme.activations.endswith(STATIC):
+        return None
+    values = {source.row_scale(): source.name for source in sources}
+    if len(values) > 1:
+        few = ", ".join(f"{value} of {name}" for value, name in sorted(values.items())[:2])
+        raise ValueError(f"{_SEVERAL_SCALES} ({few}); use quantized_weights='auto'")
+    return _on_every_device(*values, mesh)
+
+
+def _on_every_device(value: float, mesh: Mesh) -> jax.Array:
+    return jax.device_put(np.float32(value), NamedSharding(mesh, PartitionSpec()))
 
 
 def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedMatrix | W8A8Matrix:
@@ -273,6 +293,12 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
     first = parts[0]
     if isinstance(first, W8A8Matrix):
         of_values, of_scales = _w8a8_partitions(spec, has_blocks=first.group_len > 0)
+        found = [float(it.row_scale) for it in parts if it.row_scale is not None]
+        if len(set(found)) > 1:
+            names = ", ".join(tensor.hf_name for tensor in spec.tensors)
+            raise ValueError(
+                f"{_SEVERAL_SCALES}: {names} have {found}; use quantized_weights='auto'"
+            )
         block_rows = math.gcd(*[it.block_rows for it in parts])
         repeats = tuple(it.block_rows // block_rows for it in parts)
         axis = first.ndim - 2
@@ -280,6 +306,9 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
         return W8A8Matrix(
             values=_joiner(mesh, of_values, axis)([it.values for it in parts]),
             scales=joined([it.scales for it in parts]),
+            # WHY: a copy, as the parts are deleted.
+            row_scale=_on_every_device(found[0], mesh) if found else None,
+            row_bound=first.row_bound,
         )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])
     return QuantizedMatrix(

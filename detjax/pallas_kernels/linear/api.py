@@ -8,7 +8,7 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear import w8a8
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 
 
@@ -44,20 +44,9 @@ def linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = _quantized(x, w, backend)
+        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
-
-
-def _quantized(x, w: W8A8Matrix, backend: Backend) -> QuantizedRows:
-    """Rows as the products of a matrix take them."""
-    return w8a8.quantize_rows(x, dtype=w.values.dtype, group_len=w.group_len, backend=backend)
-
-
-def _normed_quantized(x, gain, w: W8A8Matrix, eps: float, backend: Backend) -> QuantizedRows:
-    return w8a8.rms_norm_quantize(
-        x, gain, eps=eps, dtype=w.values.dtype, group_len=w.group_len, backend=backend
-    )
 
 
 def _check_inputs(x, w) -> None:
@@ -100,7 +89,7 @@ def linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = _quantized(x, w_gate_up, backend)
+        rows = w8a8.quantize_rows(x, w_gate_up.row_coding, backend=backend)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
@@ -138,7 +127,7 @@ def norm_linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = _normed_quantized(x, gain, w, eps, backend)
+        rows = w8a8.rms_norm_quantize(x, gain, w.row_coding, eps=eps, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
@@ -172,7 +161,7 @@ def norm_linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = _normed_quantized(x, gain, w_gate_up, eps, backend)
+        rows = w8a8.rms_norm_quantize(x, gain, w_gate_up.row_coding, eps=eps, backend=backend)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
 
@@ -372,7 +361,7 @@ def linear_add(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if isinstance(w, W8A8Matrix):
-        rows = _quantized(x, w, backend)
+        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
     return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 

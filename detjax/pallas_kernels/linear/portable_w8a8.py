@@ -10,21 +10,29 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS, leaf_sum
-from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
 
-@partial(jax.jit, static_argnames=("dtype", "group_len"))
-def quantize_rows(x, *, dtype: jnp.dtype, group_len: int = 0) -> QuantizedRows:
+@jax.jit
+def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     """See `w8a8.quantize_rows`."""
-    num_rows, width = x.shape
+    (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
     x = pad_axis(x, 0, ROWS)
     groups = (ROWS, width // group_len if group_len else 1, group_len or width)
 
-    def body(x_ref, values_ref, scales_ref):
+    def body(x_ref, *refs):
+        *given, values_ref, scales_ref = refs
         v = x_ref[pl.ds(pl.program_id(0) * ROWS, ROWS), :].astype(jnp.float32).reshape(groups)
+        if given:
+            scale = lax.optimization_barrier(jnp.full((ROWS, 1, 1), given[0][0, 0]))
+            values_ref[...] = _narrow(v * (1.0 / scale), dtype).reshape(ROWS, width)
+            scales_ref[...] = scale[:, :, 0]
+            return
         peak = jnp.max(jnp.abs(v), axis=2, keepdims=True)
+        if coding.bound:
+            peak = jnp.minimum(peak, coding.bound)
         # WHY: a CPU's maximum may pass over NaN.
         peak = jnp.where(jnp.any(jnp.isnan(v), axis=2, keepdims=True), jnp.nan, peak)
         # WHY: XLA divides by a constant, or on several devices by any scalar, by multiplying with
@@ -39,6 +47,7 @@ def quantize_rows(x, *, dtype: jnp.dtype, group_len: int = 0) -> QuantizedRows:
     values, scales = run_blocks(
         body,
         x,
+        *([] if coding.scale is None else [coding.scale.reshape(1, 1)]),
         name="quantize_rows",
         grid=(x.shape[0] // ROWS,),
         out_shape=[
@@ -63,11 +72,9 @@ def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isnan(whole), 0, whole).astype(dtype)
 
 
-def rms_norm_quantize(
-    x, gain, *, eps: float, dtype: jnp.dtype, group_len: int = 0
-) -> QuantizedRows:
+def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`."""
-    return quantize_rows(rms_norm(x, gain, eps=eps), dtype=dtype, group_len=group_len)
+    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
 
 
 def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:

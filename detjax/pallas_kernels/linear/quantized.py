@@ -168,6 +168,24 @@ class QuantizedMatrix:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowCoding:
+    """How activations become 8-bit values.
+
+    Attributes:
+        dtype: int8 or float8_e4m3fn.
+        group_len: Channels that share a scale: `FLOAT8_CHUNK`, or 0 for a whole row.
+        bound: The most that a peak counts as; 0 for any.
+        scale: float32 [], the scale of all rows; None where each has its own peak's.
+    """
+
+    scale: Any = None
+    dtype: jnp.dtype = field(metadata={"static": True})
+    group_len: int = field(default=0, metadata={"static": True})
+    bound: float = field(default=0.0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class W8A8Matrix:
     """A matrix [N, K] of 8-bit values that multiplies activations of 8-bit values.
 
@@ -177,10 +195,14 @@ class W8A8Matrix:
         values: int8 or float8_e4m3fn [N, K].
         scales: float32 [N], one for each output channel. Of blocks, which are float8, [N / R, G],
             one for R output channels and each group of `FLOAT8_CHUNK` input channels.
+        row_scale: float32 [], `RowCoding.scale` of the activations; None if they have their own.
+        row_bound: `RowCoding.bound` of the activations.
     """
 
     values: Any
     scales: Any
+    row_scale: Any = None
+    row_bound: float = field(default=0.0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -200,12 +222,20 @@ class W8A8Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return self.values.nbytes + self.scales.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @property
     def group_len(self) -> int:
         """Input channels that share a scale, also of activations; 0 for all of them."""
         return FLOAT8_CHUNK if self.scales.ndim == self.values.ndim else 0
+
+    @property
+    def row_coding(self) -> RowCoding:
+        """How the activations that it multiplies are made."""
+        return RowCoding(
+            dtype=self.values.dtype, group_len=self.group_len, bound=self.row_bound,
+            scale=self.row_scale,
+        )  # fmt: skip
 
     @property
     def block_rows(self) -> int:

@@ -19,7 +19,7 @@ from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum, wide_scale
 from detjax.pallas_kernels.sm90_hardware import WARP
 
@@ -42,19 +42,17 @@ MOST_CHUNKS = 14
 """
 
 
-def quantize_rows(
-    x, *, dtype: jnp.dtype, group_len: int = 0, interpret: bool = False
-) -> QuantizedRows:
+def quantize_rows(x, coding: RowCoding, *, interpret: bool = False) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
         NotImplementedError: If K is no multiple of 512.
     """
-    return _quantize(x, None, eps=0.0, dtype=dtype, group_len=group_len, interpret=interpret)
+    return _quantize(x, None, coding, eps=0.0, interpret=interpret)
 
 
 def rms_norm_quantize(
-    x, gain, *, eps: float, dtype: jnp.dtype, group_len: int = 0, interpret: bool = False
+    x, gain, coding: RowCoding, *, eps: float, interpret: bool = False
 ) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`: one launch.
 
@@ -62,7 +60,7 @@ def rms_norm_quantize(
         NotImplementedError: If K is no multiple of 512.
         ValueError: If `rms_norm` defines no sum for K.
     """
-    return _quantize(x, gain, eps=eps, dtype=dtype, group_len=group_len, interpret=interpret)
+    return _quantize(x, gain, coding, eps=eps, interpret=interpret)
 
 
 def _vec_len(width: int, *, may_overlap: bool = False) -> int:
@@ -89,11 +87,10 @@ def _warpgroups(num_rows: int, num_chunks: int) -> int:
     return next((n for n in options if num_chunks <= MOST_CHUNKS * n), options[-1])
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "group_len", "interpret"))
-def _quantize(
-    x, gain, *, eps: float, dtype: jnp.dtype, group_len: int, interpret: bool
-) -> QuantizedRows:
-    num_rows, width = x.shape
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> QuantizedRows:
+    (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
+    has_peaks = not group_len and coding.scale is None
     may_overlap = group_len > 0 and gain is None
     vec_len = _vec_len(width, may_overlap=may_overlap)
     if gain is not None and not row_sum(width).is_wide:
@@ -107,10 +104,11 @@ def _quantize(
     def body(
         x_gmem,  # [M, K] bf16
         gain_gmem,  # [K], or None
+        scale_gmem,  # [1] f32, of all rows; or None
         values_gmem,  # [M, K] int8, or the bits of float8
         scales_gmem,  # [M + spare] f32, or [G, >= M]
         sums_smem,  # [chunks, LANES] f32, of squares
-        peaks_smem,  # [chunks, LANES] f32; None with groups
+        peaks_smem,  # [chunks, LANES] f32; None with groups or a scale
         ready,  # all warpgroups have written; None for one warpgroup
     ):
         row = lax.axis_index("row")
@@ -149,10 +147,15 @@ def _quantize(
                 scaled = _scaled_groups(v, peaks, of_groups, math, largest, lanes=lanes)
                 values_gmem[row, c] = _narrowed(scaled, dtype, math)
             return
-        for i, v in enumerate(values):
-            peaks_smem[first + i, :] = _peaks(v, math)
-        meet()
-        inverse = _store_scale(peaks_smem, scales_gmem, row, math, largest, shape=(chunk,))
+        if has_peaks:
+            for i, v in enumerate(values):
+                peaks_smem[first + i, :] = _peaks(v, math)
+            meet()
+            inverse = _store_scale(
+                peaks_smem, scales_gmem, row, math, largest, shape=(chunk,), bound=coding.bound
+            )
+        else:
+            inverse = _store_given(scale_gmem, scales_gmem, row, math, shape=(chunk,))
         for v, c in zip(values, columns, strict=True):
             values_gmem[row, c] = _narrowed(math.mul(v, inverse), dtype, math)
 
@@ -163,7 +166,7 @@ def _quantize(
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     values, scales = rows.run_kernel(
         body,
-        (x, gain),
+        (x, gain, None if coding.scale is None else coding.scale.reshape(1)),
         out=[
             jax.ShapeDtypeStruct(x.shape, jnp.int8),
             jax.ShapeDtypeStruct(scales_shape, jnp.float32),
@@ -173,7 +176,7 @@ def _quantize(
         is_interpreted=interpret,
         scratch_types=[
             of_chunks if gain is not None else None,
-            None if group_len else of_chunks,
+            of_chunks if has_peaks else None,
             plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
         ],
         **options,
@@ -259,13 +262,21 @@ def _scale_and_inverse(peak, most: float) -> tuple:
     return divide(peak, largest), arith.select(is_infinite, mgpu.c(0.0, f32), inverse)
 
 
+def _store_given(scale_gmem, scales_gmem, row, math: rows.Arithmetic, *, shape) -> jax.Array:
+    """Write the scale that all rows have; its reciprocal, in all elements."""
+    scale = scale_gmem[0]
+    scales_gmem[row] = scale
+    return math.reciprocal(math.full(shape, scale))
+
+
 def _store_scale(
-    peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape
+    peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape, bound: float
 ) -> jax.Array:
     """Write the scale of a row; what its values are multiplied by, in all elements."""
     num_chunks = peaks_smem.shape[0]
     if math.is_interpreted:
         peak = jnp.max(peaks_smem[...])
+        peak = jnp.minimum(peak, bound) if bound else peak
         # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
         largest = lax.optimization_barrier(jnp.float32(most))
         scales_gmem[row] = peak / largest
@@ -284,6 +295,8 @@ def _store_scale(
             for warp in range(4)
         ]
         peak = rows.pairwise(found, _greatest)
+        if bound:
+            peak = rows.instruction("min.NaN.f32")(peak, mgpu.c(bound, ir.F32Type.get()))
         place = [arith.index_cast(index, row.registers.item())]
         scale, inverse = _scale_and_inverse(peak, most)
         # Every thread writes the same value to the same place.

@@ -14,6 +14,7 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     QuantizedRows,
+    RowCoding,
     W8A8Matrix,
     operands_of,
 )
@@ -23,7 +24,7 @@ MAX_CHANNELS = 2**16
 
 
 def quantize_rows(
-    x: Activation[Array, "M K"], *, dtype: jnp.dtype, group_len: int = 0, backend: Backend
+    x: Activation[Array, "M K"], coding: RowCoding, *, backend: Backend
 ) -> QuantizedRows:
     """Turn each row into 8-bit values and a scale, or each group of its channels.
 
@@ -32,35 +33,36 @@ def quantize_rows(
 
     Args:
         x: Activations.
-        dtype: int8, of which `largest` is 127, or float8_e4m3fn, of which it is 448.
-        group_len: Channels that share a peak and a scale: `FLOAT8_CHUNK`, or 0 for a whole row.
+        coding: Values are int8, of which `largest` is 127, or float8_e4m3fn, of which it is 448.
+            A group of channels may have a peak and a scale, or a row. `min(peak, bound)` takes the
+            place of the peak where there is a bound. With a scale, `q = narrow(x * (1 / scale))`.
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K is more than `MAX_CHANNELS`, or is not whole groups of `FLOAT8_CHUNK`.
+        ValueError: If K is more than `MAX_CHANNELS`, or is not whole groups of `FLOAT8_CHUNK`; or
+            groups have a bound or a given scale.
 
     Numerics:
         Both quotients and the product are float32, each rounded to nearest. `narrow` is to the
         nearest value, ties to even, saturated. Where `largest / peak` is infinite, as that of
-        zeros, q = 0. A row with an infinity or a NaN has a scale that is none either, so its
-        products are NaN.
+        zeros, q = 0. The products of a row with a NaN are NaN, and so are those of one with an
+        infinity, unless a bound or a given scale makes it the largest value.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
 
     Reference:
         Dynamic quantisation by token: Yao et al. 2022, arXiv:2206.01861. E4M3: Micikevicius et al.
         2022, arXiv:2209.05433.
     """
-    _check_width(x, group_len)
-    return KERNELS[backend].quantize_rows(x, dtype=jnp.dtype(dtype), group_len=group_len)
+    _check_coding(x, coding)
+    return KERNELS[backend].quantize_rows(x, coding)
 
 
 def rms_norm_quantize(
     x: Activation[Array, "M K"],
     gain: Activation[Array, " K"],
+    coding: RowCoding,
     *,
     eps: float,
-    dtype: jnp.dtype,
-    group_len: int = 0,
     backend: Backend,
 ) -> QuantizedRows:
     """Normalise rows of the residual stream and quantise them.
@@ -70,9 +72,8 @@ def rms_norm_quantize(
     Args:
         x: The residual stream.
         gain: Of the norm.
+        coding: As `quantize_rows` has it.
         eps: Of the norm.
-        dtype: As `quantize_rows` has it.
-        group_len: As `quantize_rows` has it.
         backend: Which implementation runs.
 
     Raises:
@@ -82,10 +83,8 @@ def rms_norm_quantize(
         The bits of the two operations one after the other; on sm90 one launch.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    _check_width(x, group_len)
-    return KERNELS[backend].rms_norm_quantize(
-        x, gain, eps=eps, dtype=jnp.dtype(dtype), group_len=group_len
-    )
+    _check_coding(x, coding)
+    return KERNELS[backend].rms_norm_quantize(x, gain, coding, eps=eps)
 
 
 def w8a8_product(
@@ -159,7 +158,10 @@ def w8a8_swiglu(
     return KERNELS[backend].w8a8_swiglu(x, w_gate_up, out_dtype=out_dtype)
 
 
-def _check_width(x, group_len: int) -> None:
+def _check_coding(x, coding: RowCoding) -> None:
+    group_len = coding.group_len
+    if group_len and (coding.bound or coding.scale is not None):
+        raise ValueError("groups of channels have scales of their own, and no bound")
     if group_len not in (0, FLOAT8_CHUNK) or group_len and x.shape[1] % group_len:
         raise ValueError(f"{x.shape[1]} channels are not whole groups of {FLOAT8_CHUNK}")
     if x.shape[1] > MAX_CHANNELS:

@@ -132,7 +132,7 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
     if not is_w8a8:
         operands = (x, pad_axis(w, 1, PRODUCT_COLS))
     else:
-        rows = quantize_rows(x, dtype=w.values.dtype, group_len=w.group_len)
+        rows = quantize_rows(x, w.row_coding)
         values, scales = (pad_axis(it, 1, PRODUCT_COLS) for it in (w.values, w.row_scales()))
         operands = (rows.values, values, rows.scales.T.reshape(x.shape[0], -1), scales)
 

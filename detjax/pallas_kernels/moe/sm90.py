@@ -51,9 +51,7 @@ def _rows_for(x, w, interpret):
     """Rows as the products of an expert's matrix take them."""
     if not isinstance(w, W8A8Matrix):
         return x
-    return quantize_rows(
-        x, dtype=w.values.dtype, group_len=w.group_len, interpret=interpret is not None
-    )
+    return quantize_rows(x, w.row_coding, interpret=interpret is not None)
 
 
 def expert_rows(
