@@ -419,9 +419,9 @@ def load_model(
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
             codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on Hopper
-            GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations
-            that are quantised by token, as the checkpoint asks: another function, which the
-            fingerprint names.
+            GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations of
+            8 bits, quantised as the checkpoint asks: another function, which the fingerprint
+            names.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
