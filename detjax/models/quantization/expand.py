@@ -142,6 +142,7 @@ def _expanded(
 ) -> StoredTensor:
     """One layer's weight."""
     codes, scales, zeros = (parts[name] for name in names)
+    input_scale = parts[INPUT_SCALE]
     assert codes is not None and scales is not None
     shape = _matrix_shape(layer, codes, parts["weight_shape"], scheme)
     _check_parts(layer, parts, names, shape, scheme)
@@ -153,7 +154,7 @@ def _expanded(
         zeros=None if zeros is None else zeros.rows,
         shape=shape,
         scheme=scheme,
-        input_scale=None if parts[INPUT_SCALE] is None else parts[INPUT_SCALE].rows,
+        input_scale=None if input_scale is None else input_scale.rows,
     )
     return StoredTensor(file=codes.file, rows=rows, shape=rows.shape, dtype="BF16")
 

@@ -281,7 +281,8 @@ def _row_scale(sources: Sequence[ExpandedRows], mesh: Mesh) -> jax.Array | None:
     if len(values) > 1:
         few = ", ".join(f"{value} of {name}" for value, name in sorted(values.items())[:2])
         raise ValueError(f"{_SEVERAL_SCALES} ({few}); use quantized_weights='auto'")
-    return _on_every_device(*values, mesh)
+    [value] = values
+    return _on_every_device(value, mesh)
 
 
 def _on_every_device(value: float, mesh: Mesh) -> jax.Array:
