@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.linear.quantized import expanded
+from detjax.pallas_kernels.linear.quantized import RowCoding, expanded
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import (
     combine_add_rms_norm,
@@ -102,12 +102,12 @@ def _refuse_8_bits() -> NoReturn:
     )
 
 
-def quantize_rows(x, *, dtype: jnp.dtype):
+def quantize_rows(x, coding: RowCoding):
     """Refuse: see `w8a8.quantize_rows`."""
     _refuse_8_bits()
 
 
-def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype):
+def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float):
     """Refuse: see `w8a8.rms_norm_quantize`."""
     _refuse_8_bits()
 
