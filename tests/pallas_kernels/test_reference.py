@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from detjax.certify.operands import PRODUCT_KINDS, draw_operands
 from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference, reference_library, tensor_core
@@ -22,10 +23,8 @@ from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
 from detjax.testing.operation_cases import (
-    PRODUCT_KINDS,
     answer_cases,
     digest_of,
-    draw_operands,
     operation_cases,
 )
 
