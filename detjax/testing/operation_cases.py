@@ -22,7 +22,10 @@ from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import api as linear
+from detjax.pallas_kernels.linear import w8a8
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
@@ -195,6 +198,71 @@ def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     )
 
 
+def _expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Mixtures of experts: one row, few and many, of narrow and wide rows."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for width, hidden, num_experts, top_k in ((256, 128, 24, 4), (2048, 768, 16, 8)):
+        gate_up = bf16(num_experts, 2 * hidden, width, scale=2 * width**-0.5)
+        down, gain = bf16(num_experts, width, hidden, scale=hidden**-0.5), bf16(width)
+        next_w = bf16(192, width, scale=width**-0.5)
+        for m in (1, 7, 40, 300):
+            x, residual = bf16(m, width), bf16(m, width, scale=4.0)
+            logits = jnp.asarray(rng.standard_normal((m, 32)).astype(np.float32) * 2)
+            logits = logits.at[0, 3].set(logits[0, 5])  # a tie
+
+            def run(on, x=x, residual=residual, logits=logits, gate_up=gate_up, down=down,
+                    gain=gain, next_w=next_w, top_k=top_k, num_experts=num_experts):  # fmt: skip
+                routed = {"num_experts": num_experts, "top_k": top_k}
+                shared = moe.route(logits, **routed, renormalise=False, backend=on)
+                ids, weights = moe.route(logits, **routed, renormalise=True, backend=on)
+                y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, backend=on)
+                half = num_experts // 2
+                mine = moe.expert_mlp(
+                    x, ids, gate_up[half:], down[half:], first_expert=half, num_ranks=2, backend=on
+                )
+                norm = {"eps": EPS, "backend": on}
+                whole = moe.route_mlp_add_rms_norm(
+                    x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True, **norm
+                )
+                late = moe.combine_experts_norm_linear(
+                    y, weights, residual, gain, next_w, out_dtype=F32, **norm
+                )
+                return (*shared, ids, weights, y, mine, *whole, *late)
+
+            yield f"experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
+def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """8-bit activations and weights, few rows and many."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for dtype in map(jnp.dtype, (jnp.int8, jnp.float8_e4m3fn)):
+        for m, k, n in ((3, 512, 256), (40, 4096, 256), (200, 1024, 512)):
+            wide = np.exp2(rng.integers(-8, 9, (m, k))).astype(BF16)
+            rows, gain, bias = bf16(m, k) * jnp.asarray(wide), bf16(k), bf16(n)
+            w = w8a8.quantize_rows(bf16(n, k), dtype=dtype, backend=Backend.PORTABLE)
+            w = W8A8Matrix(values=w.values, scales=w.scales[:n])
+            residual = bf16(m, n, scale=4.0)
+
+            def run(on, rows=rows, gain=gain, bias=bias, w=w, residual=residual, dtype=dtype, m=m):
+                x = w8a8.quantize_rows(rows, dtype=dtype, backend=on)
+                normed = w8a8.rms_norm_quantize(rows, gain, eps=EPS, dtype=dtype, backend=on)
+                half = jnp.dtype(BF16)
+                return (
+                    x.values, x.scales[:m], normed.values, normed.scales[:m],
+                    w8a8.w8a8_product(x, w, out_dtype=F32, backend=on),
+                    w8a8.w8a8_product(x, w, bias, residual, out_dtype=half, backend=on),
+                    w8a8.w8a8_swiglu(x, w, out_dtype=half, backend=on),
+                )  # fmt: skip
+
+            yield f"8 bits {dtype.name} {m}x{k}x{n}", run
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
     return dict(
@@ -204,6 +272,8 @@ def operation_cases() -> dict[str, Run]:
             *_row_cases(np.random.default_rng(2)),
             *_attention_cases(np.random.default_rng(3)),
             *_choice_cases(np.random.default_rng(4)),
+            *_expert_cases(np.random.default_rng(5)),
+            *_eight_bit_cases(np.random.default_rng(6)),
         ]
     )
 
@@ -228,6 +298,10 @@ def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Req
         "head 128, biases, window": dummy_config(
             hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
             window=100, **small,
+        ),
+        "experts": dummy_config(
+            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, num_layers=3,
+            experts=(16, 4), expert_width=128, **small,
         ),
         "two layers of 8B": dummy_config(
             hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,

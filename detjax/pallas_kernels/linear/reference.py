@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products in the bits of a tensor core of Hopper, on the CPU."""
 
-from typing import NoReturn
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.linear.quantized import expanded
+from detjax.pallas_kernels.linear.quantized import (
+    FLOAT8_CHUNK,
+    LARGEST,
+    QuantizedRows,
+    W8A8Matrix,
+    expanded,
+)
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import (
     combine_add_rms_norm,
@@ -96,27 +101,49 @@ def linear_add_rms_norm(
     return total, rms_norm(total, gain, eps=eps)
 
 
-def _refuse_8_bits() -> NoReturn:
-    raise NotImplementedError(
-        "the reference backend has no products of 8-bit activations; use portable or sm90"
-    )
+def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
+    """See `w8a8.quantize_rows`.
+
+    Raises:
+        NotImplementedError: If rows are not bfloat16.
+    """
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"the reference backend quantises bfloat16, not {x.dtype}; use portable"
+        )
+    out = [
+        jax.ShapeDtypeStruct(x.shape, dtype),
+        jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
+    ]
+    values, scales = call("quantize_rows", out, x, largest=np.float32(LARGEST[dtype.name]))
+    return QuantizedRows(values=values, scales=scales)
 
 
-def quantize_rows(x, *, dtype: jnp.dtype):
-    """Refuse: see `w8a8.quantize_rows`."""
-    _refuse_8_bits()
+def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
+    """See `w8a8.rms_norm_quantize`: the two operations, one after the other."""
+    return quantize_rows(rms_norm(x, gain, eps=eps), dtype=dtype)
 
 
-def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype):
-    """Refuse: see `w8a8.rms_norm_quantize`."""
-    _refuse_8_bits()
+def w8a8_product(
+    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+) -> jax.Array:
+    """See `w8a8.w8a8_product`.
+
+    Raises:
+        NotImplementedError: If K of float8 is no multiple of 128.
+    """
+    if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
+        raise NotImplementedError(
+            f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "
+            f"{x.shape[1]} channels; use quantized_weights='auto', or portable"
+        )
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    total = call("w8a8_product", out, x.values, x.scales, w.values, w.scales)
+    if bias is None and residual is None and out_dtype == jnp.float32:
+        return total
+    return join(total, residual, bias, out_dtype)
 
 
-def w8a8_product(x, w, bias, residual, *, out_dtype: jnp.dtype):
-    """Refuse: see `w8a8.w8a8_product`."""
-    _refuse_8_bits()
-
-
-def w8a8_swiglu(x, w, *, out_dtype: jnp.dtype):
-    """Refuse: see `w8a8.w8a8_swiglu`."""
-    _refuse_8_bits()
+def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `w8a8.w8a8_swiglu`: the two operations, one after the other."""
+    return swiglu(w8a8_product(x, w, None, None, out_dtype=out_dtype))

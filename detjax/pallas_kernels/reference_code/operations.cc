@@ -1,83 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations of a dense model in the bits of a Hopper GPU, as XLA custom calls on a CPU.
+// The operations of a model in the bits of a Hopper GPU, as XLA custom calls on a CPU.
 //
 // Arrays are row-major. Shapes and dtypes have been checked by the callers in Python. Letters are
 // those of detjax/array_types.py.
-#include <atomic>
-#include <cfenv>
-#include <condition_variable>
 #include <limits>
-#include <memory>
-#include <mutex>
 
-#include "float32.h"
-#include "tensor_core.h"
-#include "xla/ffi/api/ffi.h"
+#include "calls.h"
+#include "eight_bits.h"
+#include "experts.h"
 
 namespace detjax {
 namespace {
-
-namespace ffi = xla::ffi;
-using In = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
-
-template <class T>
-const T* data(const In& x) {
-  return static_cast<const T*>(x.untyped_data());
-}
-template <class T>
-T* data(Out& x) {
-  return static_cast<T*>(x->untyped_data());
-}
-int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
-
-// Round to nearest and keep subnormal numbers: XLA flushes them in its threads.
-struct ExactFloats {
-  fenv_t saved;
-  ExactFloats() {
-    fegetenv(&saved);
-    fesetenv(FE_DFL_ENV);
-  }
-  ~ExactFloats() { fesetenv(&saved); }
-};
-
-// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
-// depends on which thread runs a job.
-template <class Job>
-void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
-  };
-  auto state = std::make_shared<State>();
-  auto work = [state, count, &job] {  // `job` is read only while it is still there
-    ExactFloats exact;
-    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      job(i);
-      if (state->done.fetch_add(1) + 1 == count) {
-        std::lock_guard<std::mutex> lock(state->mutex);
-        state->all_done.notify_all();
-      }
-    }
-  };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
-  work();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_done.wait(lock, [&] { return state->done.load() == count; });
-}
-
-// Pairs, pairs of pairs, ...; an odd one out waits for the next round.
-float pairwise(float* terms, int64_t count) {
-  while (count > 1) {
-    int64_t pairs = count / 2;
-    for (int64_t i = 0; i < pairs; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
-    if (count % 2) terms[pairs] = terms[count - 1];
-    count = pairs + count % 2;
-  }
-  return terms[0];
-}
 
 // ------------------------------------------------------------------------------------- products
 
@@ -604,6 +537,14 @@ ffi::Error adjust_logits(ffi::ThreadPool pool, In logits, In bias, In uses, In a
 #define DETJAX_EXPORT(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, name, binding)
 
 DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<int64_t>("leaf_len"));
+DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(route, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+              .Attr<int64_t>("num_experts").Attr<bool>("renormalise"));
+DETJAX_EXPORT(add_experts, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+              .Attr<float>("largest"));
+DETJAX_EXPORT(w8a8_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(join, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(add_leaves, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("eps")
