@@ -223,7 +223,7 @@ def _check_same_bits(receipt: "Receipt", asked: str) -> None:
     if made_by == asked:
         return
     names = [backend.value for backend in Backend]
-    if made_by not in names or Backend(made_by).gives_bits_of != Backend(asked).gives_bits_of:
+    if made_by not in names or not Backend(asked).gives_bits_of(Backend(made_by)):
         raise ValueError(
             f"--backend {asked} does not give the bits of {one_line(str(made_by))}, which made the "
             "receipts; leave it out"
@@ -274,6 +274,7 @@ def _run(
 ) -> dict[str, Any]:
     """Load the model, run the receipts and tell; return the report."""
     from detjax.proof.identity import Identifier
+    from detjax.proof.rerun import is_of_build
 
     keep_compiled_programs(args.cache_dir)
     console = rich.console.Console(stderr=True, quiet=args.quiet)
@@ -284,7 +285,9 @@ def _run(
     here = Identifier(llm.model, llm.tokenizer, name=name).identity()
     unlike, excused = _compare_identity(args, first, here)
     for path, said, now in unlike:
-        console.print(f"accepted: {path} is {said} in the receipts and {now} here", markup=False)
+        is_told = is_of_build(path) and path not in args.accept
+        why = "another build" if is_told else "accepted"
+        console.print(f"{why}: {path} is {said} in the receipts and {now} here", markup=False)
     loaded_s = time.perf_counter() - begin_s
     differences, run_s = _rerun(
         llm, receipts, here, console,
@@ -301,6 +304,7 @@ def _run(
             for d in differences
         ],
         "model": here.model | {"folder": str(folder)},
+        "bits": {"receipts": first.bits, "here": here.bits},
         "not_proven": _unproven(receipts, args.trust, unlike),
         "accepted": [path for path, _, _ in unlike],
         "tp": args.tp,
@@ -365,6 +369,8 @@ def _tell(
     what, model = f"{report['what']} {report['num_receipts']} receipts", report["model"]
     print(f"{what}, {report['num_tokens']} tokens and logprobs: {len(differences)} receipts differ")
     print(f"model: weights {model['weights']}, found at {model['folder']}")
+    said, here = report["bits"]["receipts"], report["bits"]["here"]
+    print(f"bits: {here}" if said == here else f"bits: {said} in the receipts and {here} here")
     print(f"not proven: {'; '.join(report['not_proven'])}")
     console.print(
         f"{report['what']} with tp {report['tp']}, dp {report['dp']}, batch "
@@ -428,16 +434,16 @@ def _compare_identity(
     """
     from detjax.proof.rerun import (
         ALWAYS_EXCUSED,
-        OF_ANOTHER_MACHINE,
         OF_ANOTHER_NAME,
         identity_differences,
+        is_of_build,
     )
 
     named = OF_ANOTHER_NAME if args.model is not None else ()
-    is_same = _backend_of(args, first) == first.build["backend"]
-    machine = () if is_same else OF_ANOTHER_MACHINE
-    excused = (*args.accept, *ALWAYS_EXCUSED, *machine, *named)
     unlike = list(identity_differences(first, here))
+    has_same_bits = first.bits == here.bits
+    builds = [path for path, _, _ in unlike if has_same_bits and is_of_build(path)]
+    excused = (*args.accept, *ALWAYS_EXCUSED, *builds, *named)
     refused = [found for found in unlike if found[0] not in excused]
     if refused:
         lines = "; ".join(

@@ -26,11 +26,6 @@ from detjax.proof.receipt import Receipt
 
 ALWAYS_EXCUSED = ("build.driver",)
 """A driver runs programs that ptxas has made before it sees them."""
-OF_ANOTHER_MACHINE = (
-    "build.backend", "build.arch", "build.compiler", "build.toolchain", "numerics.fingerprint",
-)  # fmt: skip
-"""May differ between two backends of which one gives the bits of the other. The fingerprint covers
-the build; what else it covers has fields of its own, which are compared."""
 OF_ANOTHER_NAME = ("model.name", "model.hub_commit")
 """May differ where the auditor says what the model is. The weights' hash stands for them."""
 
@@ -70,6 +65,11 @@ def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str
         for path in sorted(said.keys() | found.keys()):
             if said.get(path) != found.get(path):
                 yield path, shown(said.get(path)), shown(found.get(path))
+
+
+def is_of_build(path: str) -> bool:
+    """Whether a field says which build made an answer. The fingerprint covers the build, too."""
+    return path.startswith("build.") or path == "numerics.fingerprint"
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:

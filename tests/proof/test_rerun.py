@@ -316,7 +316,7 @@ def test_the_verdict_names_the_model_and_what_is_not_proven(receipts, tmp_path, 
     assert run_replay(path, *given) == 0
     weights = receipts[0].model["weights"]
     says = (
-        f"model: weights {weights}, found at {bundled_model_path()}\n"
+        f"model: weights {weights}, found at {bundled_model_path()}\nbits: {receipts[0].bits}\n"
         "not proven: when it was made; who made it (not signed); model.name (hers in the receipts, "
         f"{bundled_model_path()} here)\n"
     )
