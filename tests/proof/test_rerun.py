@@ -98,6 +98,19 @@ def test_an_audit_is_by_windows_and_finds_the_same_bits(auditor, receipts):
     assert stats.draft_tokens - before.draft_tokens >= num_tokens - 3 * len(receipts)
 
 
+def test_a_part_of_an_answer_is_checked_to_its_last_token(auditor, receipts):
+    """A bit is changed at token 9 of two receipts. The progress is of tokens."""
+    wrong = [with_logprob_bit(receipts[0], 9), with_logprob_bit(receipts[1], 9), *receipts[2:4]]
+    told, noted = [], {}
+    found = check(
+        auditor, wrong, has_predictions=True, checked_lens=[10, 9, 0, 3], progress=told.append,
+        note=lambda i, difference: noted.update({i: difference}),
+    )  # fmt: skip
+    assert [(d.index, d.field) for d in found] == [(0, "answer.logprobs_f32[9]")]
+    assert told == sorted(told) and told[-1] == 10 + 9 + 3
+    assert noted == {0: found[0], 1: None, 3: None}
+
+
 def edited(receipt: Receipt, section: str, **changes) -> Receipt:
     values = getattr(receipt, section) | changes
     return dataclasses.replace(receipt, **{section: values})
