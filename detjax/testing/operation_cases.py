@@ -245,8 +245,11 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
         for m, k, n in ((3, 512, 256), (40, 4096, 256), (200, 1024, 512)):
             wide = np.exp2(rng.integers(-8, 9, (m, k))).astype(BF16)
             rows, gain, bias = bf16(m, k) * jnp.asarray(wide), bf16(k), bf16(n)
-            w = w8a8.quantize_rows(bf16(n, k), dtype=dtype, backend=Backend.PORTABLE)
-            w = W8A8Matrix(values=w.values, scales=w.scales[:n])
+            values = rng.standard_normal((n, k), np.float32) * 50
+            w = W8A8Matrix(
+                values=jnp.asarray(values.clip(-127, 127).astype(dtype)),
+                scales=jnp.asarray(rng.random(n, np.float32) * 0.1),
+            )
             residual = bf16(m, n, scale=4.0)
 
             def run(on, rows=rows, gain=gain, bias=bias, w=w, residual=residual, dtype=dtype, m=m):

@@ -283,7 +283,10 @@ def test_experts_are_added_in_order_of_rank_by_fused_products():
 
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
-QUICK = ["product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise"]
+QUICK = [
+    "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
+    "experts 7x256x128, 4 of 24",
+]  # fmt: skip
 
 
 @pytest.mark.golden
@@ -294,7 +297,8 @@ def test_operations_have_the_bits_of_a_gpu(name):
 
 
 ANSWERED = quick_and_slow(
-    [("bundled", 2)], [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8)]
+    [("bundled", 2), ("experts", 2)],
+    [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8), ("experts", 8)],
 )
 
 

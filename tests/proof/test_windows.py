@@ -48,7 +48,7 @@ def test_a_cpu_computes_one_window_a_step_that_pads_little():
     options = cpu_audit_options([40], [7], num_replicas=2)
     config = EngineConfig(**options)
     assert (config.verify_rows, config.verify_window, config.prefill_chunk) == (1, 16, 16)
-    assert config.batch_size == 2 and config.has_prompt_lookup
+    assert config.batch_size == 2 and config.has_prompt_lookup and config.self_check == "off"
     long = cpu_audit_options([500] * 3, [900])
     assert (long["verify_window"], long["prefill_chunk"]) == (MOST_WINDOW, MOST_WINDOW)
     for length in range(2, 400):
