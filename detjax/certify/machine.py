@@ -29,12 +29,10 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.sampling.api import gumbel_scores
 from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.tensor_core import DEPTH
 
 CLAIM = "machine-invariant"
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
-PROFILE = NumericsProfile()
-DEPTH = 16
-"""Products of a step of the tensor core."""
 SHAPES = ((8, 1024, 256), (200, 1024, 256))
 """M, K and N of the products: few rows and many have kernels of their own."""
 NUM_REQUESTS = 4
@@ -178,7 +176,7 @@ def _attention_run(drawn: Callable[..., np.ndarray]) -> Run:
 
     def run(on: Backend) -> list[jax.Array]:
         operands = map(jnp.asarray, (queries, pages, table, positions))
-        return [attention(*operands, layer=0, window=None, profile=PROFILE, backend=on)]
+        return [attention(*operands, layer=0, window=None, profile=NumericsProfile(), backend=on)]
 
     return run
 
@@ -187,12 +185,13 @@ def _attention_run(drawn: Callable[..., np.ndarray]) -> Run:
 
 
 def _answers(backend: Backend) -> list[AnswerBits]:
+    profile = NumericsProfile()
     model, _ = load_on_devices(
-        bundled_model_path(), profile=PROFILE, backend=backend.value, dp=1, tp=1
+        bundled_model_path(), profile=profile, backend=backend.value, dp=1, tp=1
     )
     config = EngineConfig(batch_size=NUM_REQUESTS, prefill_chunk=64, max_len=256, self_check="off")
     requests = make_requests(
-        0, vocab_size=model.config.vocab_size, max_len=256, profile=PROFILE, count=NUM_REQUESTS
+        0, vocab_size=model.config.vocab_size, max_len=256, profile=profile, count=NUM_REQUESTS
     )
     return Subject(model, config).answers(requests)
 

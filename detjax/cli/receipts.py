@@ -366,7 +366,7 @@ def _rerun(
 ) -> tuple[list["ReceiptDifference"], float]:
     """Run the receipts under a bar; what differs, and the seconds that it took."""
     from detjax.proof.kept_results import KeptResults
-    from detjax.proof.rerun import rerun
+    from detjax.proof.rerun import RerunListener, rerun
 
     facts = {"bits": here.bits, "source": here.build["source"], "excused": sorted(excused)}
     kept = KeptResults(plan.resume, facts)
@@ -391,8 +391,10 @@ def _rerun(
             excused=excused,
             order=plan.order,
             checked_lens=lens,
-            progress=lambda num_tokens: bar.update(task, completed=num_tokens),
-            note=lambda i, difference: kept.keep(receipts[i], lens[i], difference),
+            listener=RerunListener(
+                on_tokens=lambda num_tokens: bar.update(task, completed=num_tokens),
+                on_receipt=lambda i, difference: kept.keep(receipts[i], lens[i], difference),
+            ),
         )
         run_s = time.perf_counter() - begin_s
     differences += [difference for difference in done.values() if difference is not None]

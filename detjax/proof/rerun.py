@@ -55,6 +55,19 @@ class ReceiptDifference:
         return f"receipt {self.index + 1}: {self.field} is {said} in the receipt and {found} here"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RerunListener:
+    """Who is told how far receipts are checked.
+
+    Attributes:
+        on_tokens: Told how many tokens of receipts are done.
+        on_receipt: Told the index of each receipt that is done, and its first difference.
+    """
+
+    on_tokens: Callable[[int], object] = lambda num_tokens: None
+    on_receipt: Callable[[int, ReceiptDifference | None], object] = lambda index, difference: None
+
+
 def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str, str, str]]:
     """Return (field, in the receipt, here) for each difference of model, numerics or build."""
     for section in SECTIONS[:3]:
@@ -91,8 +104,7 @@ def rerun(
     excused: Collection[str] = (),
     order: Sequence[int] | None = None,
     checked_lens: Sequence[int] | None = None,
-    progress: Callable[[int], None] = lambda num_tokens: None,
-    note: Callable[[int, ReceiptDifference | None], None] = lambda index, difference: None,
+    listener: RerunListener = RerunListener(),
 ) -> list[ReceiptDifference]:
     """Make receipts again from their requests, and compare them byte for byte.
 
@@ -112,8 +124,7 @@ def rerun(
         order: Indices of the receipts in the order to ask; None keeps their order.
         checked_lens: How many tokens of each answer to check, from its first; 0 passes over a
             receipt. None checks all.
-        progress: Told how many tokens of receipts are done.
-        note: Told the index of each receipt that is done, and its first difference.
+        listener: Told how far it is.
 
     Returns:
         The first difference of each receipt that has one, in order of the receipts. Every byte of a
@@ -141,10 +152,10 @@ def rerun(
     def advance(answer: _CheckedRequest) -> None:
         nonlocal num_done
         num_done += answer.newly_done()
-        progress(num_done)
+        listener.on_tokens(num_done)
         if not answer.agreeing:
             for claim in answer.claims:
-                note(claim.index, claim.difference)
+                listener.on_receipt(claim.index, claim.difference)
 
     answers: list[_CheckedRequest] = []
     for group in groups.values():
@@ -153,7 +164,7 @@ def rerun(
         except ValueError as error:
             _refuse(group, error)
             for claim in group:
-                note(claim.index, claim.difference)
+                listener.on_receipt(claim.index, claim.difference)
             continue
         checked_len = max(lens[claim.index] for claim in group)
         known = group[0].token_ids[:checked_len]
