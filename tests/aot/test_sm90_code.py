@@ -244,6 +244,8 @@ def test_prefill_attention_spills_nothing():
     [
         "glm4_decode",
         "olmo3_prefill",
+        "narrow_200",
+        "narrow_prefill",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in (
