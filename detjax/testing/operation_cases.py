@@ -5,6 +5,7 @@ The inputs come from seeds alone, so that two machines need exchange results onl
 as every backend takes: channels of 64 and 128, widths of several forms of the row sum.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -266,6 +267,59 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             yield f"8 bits {dtype.name} {m}x{k}x{n}", run
 
 
+def _float32_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Float32 activations and bfloat16 weights: products, norms, and attention over the cache."""
+
+    def f32(*shape, scale=1.0):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(scale))
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for m, d, f in ((3, 256, 768), (40, 1024, 2816), (200, 640, 1536)):
+        x, h, residual = f32(m, d), f32(m, f), f32(m, d, scale=4.0)
+        w, gate_up = bf16(f, d, scale=d**-0.5), bf16(2 * f, d, scale=2 * d**-0.5)
+        down, gain, bias = bf16(d, f, scale=f**-0.5), bf16(d), bf16(f)
+        reduction = tree_reduction(f, PROFILE)
+
+        def run(on, x=x, h=h, residual=residual, w=w, gate_up=gate_up, down=down, gain=gain,
+                bias=bias, reduction=reduction):  # fmt: skip
+            options = {"eps": EPS, "backend": on}
+            total, out = linear.linear_add_rms_norm(
+                h, down, residual, None, gain, reduction=reduction, **options
+            )
+            return (
+                rms_norm(x, gain, **options),
+                linear.linear(x, w, bias, out_dtype=F32, backend=on),
+                linear.norm_linear(x, gain, w, out_dtype=F32, **options),
+                linear.norm_linear_swiglu(residual, gain, gate_up, **options),
+                total,
+                out,
+            )
+
+        yield f"float32 layer {m}x{d}x{f}", run
+    for channels, window in ((64, None), (128, 100)):
+        pages, gains = f32(2, 12, 2, 2, 128, channels), (bf16(channels), bf16(channels))
+        table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
+        for query_len, starts in ((1, (700, 64)), (70, (600, 0))):
+            positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
+            positions = jnp.asarray(positions, jnp.int32)
+            angles = rng.uniform(0, 6, (2 * query_len, channels // 2))
+            cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+            q, qkv = f32(2, query_len, 4, channels, scale=2.0), f32(2 * query_len, 8, channels)
+
+            def attend(on, q=q, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
+                       positions=positions, window=window):  # fmt: skip
+                place = (pages, table, positions)
+                queries, written = rope_into_cache(
+                    qkv, cos, sin, gains, *place, layer=0, eps=EPS, backend=on
+                )
+                shape = {"window": window, "profile": PROFILE, "layer": 1, "backend": on}
+                return attention(q, *place, **shape), queries, written[0]
+
+            yield f"float32 attention {channels} window {window} queries {query_len}", attend
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
     return dict(
@@ -277,6 +331,7 @@ def operation_cases() -> dict[str, Run]:
             *_choice_cases(np.random.default_rng(4)),
             *_expert_cases(np.random.default_rng(5)),
             *_eight_bit_cases(np.random.default_rng(6)),
+            *_float32_cases(np.random.default_rng(7)),
         ]
     )
 
@@ -318,6 +373,11 @@ def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Req
         )
         for name, config in configs.items()
     }
+    float32 = dataclasses.replace(PROFILE, compute_dtype="float32")
+    cases["float32 activations"] = (
+        lambda backend: dummy_model(configs["head 64, q/k norm"], backend=backend, profile=float32),
+        mixed_requests(8, vocab_size=384, max_tokens=24),
+    )
     requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
     requests += adjusted_requests(vocab_size=4096, max_tokens=24)
     return {"bundled": (_bundled, requests), **cases}

@@ -14,6 +14,7 @@ from detjax.certify.operands import PRODUCT_KINDS, draw_operands
 from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference, reference_library, tensor_core
+from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.pallas_kernels.linear import w8a8
@@ -282,6 +283,66 @@ def test_experts_are_added_in_order_of_rank_by_fused_products():
     assert_bitwise_equal(total, expected.astype(BF16), claim="fused, left to right")
 
 
+# ------------------------------------------------------------------------- float32 activations
+
+
+def cut(x: np.ndarray) -> list[np.ndarray]:
+    """Three bfloat16 parts that add up to a float32, the greatest first."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(BF16))
+        x = x - parts[-1].astype(np.float32)
+    return parts
+
+
+def test_products_of_float32_are_those_of_its_parts():
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((9, 96)) * 2.0 ** rng.integers(-20, 20, (9, 96))).astype(np.float32)
+    w = rng.standard_normal((21, 96)).astype(BF16)
+    parts = cut(x)
+    whole = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    assert (whole == x).all()  # nothing is lost
+    first, second, third = (tensor_core.product(part, w) for part in parts)
+    assert_bitwise_equal(
+        multiply(x, w), (third + second) + first, claim="the parts, the smallest first"
+    )
+
+
+def test_attention_of_float32_is_within_float32_of_float64():
+    """Two pages, of which the second is written in part; what follows is NaN and not read."""
+    rng = np.random.default_rng(6)
+    q = rng.standard_normal((1, 3, 2, 64)).astype(np.float32)
+    pages = np.full((1, 2, 2, 1, 128, 64), np.nan, np.float32)
+    kv = rng.standard_normal((2, 150, 64)).astype(np.float32)
+    pages[0, 1, :, 0], pages[0, 0, :, 0, :22] = kv[:, :128], kv[:, 128:]
+    positions = np.asarray([[147, 148, 149]], np.int32)
+    found = attention(
+        *map(jnp.asarray, (q, pages, np.asarray([[1, 0]], np.int32), positions)),
+        layer=0, window=None, profile=NumericsProfile(), **ON,
+    )  # fmt: skip
+    keys, values = kv.astype(np.float64)
+    for t, h in np.ndindex(3, 2):
+        seen = positions[0, t] + 1
+        scores = keys[:seen] @ q[0, t, h].astype(np.float64) / 8
+        weights = np.exp(scores - scores.max())
+        exact = weights @ values[:seen] / weights.sum()
+        assert np.abs(np.asarray(found[0, t, h]) - exact).max() < 2.0**-20
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 5, "prefill_chunk": 17}, {"batch_size": 3, "tp": 2}]
+)
+def test_answers_of_float32_depend_neither_on_batch_nor_on_mesh(options):
+    config = dummy_config(num_kv_heads=2, window=100)
+    profile = NumericsProfile(compute_dtype="float32")
+
+    def digests(tp: int = 1, **sizes) -> list[str]:
+        model = dummy_model(config, backend=Backend.REFERENCE, tp=tp, profile=profile)
+        return [a.digest() for a in answers(model, requests(), **sizes)]
+
+    assert digests(**options) == digests(batch_size=1, prefill_chunk=256)
+
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
 QUICK = [
     "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
@@ -371,7 +432,9 @@ def test_models_that_it_does_not_compute_are_refused_by_name():
     as_float32 = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     assert why_unsupported(config, NumericsProfile(), Backend.REFERENCE, 1) is None
     said = why_unsupported(config, as_float32, Backend.REFERENCE, 1)
-    assert said and "bfloat16, not float32" in said
+    assert said and "with bfloat16 gains, not float32 with float32" in said
+    as_float32 = NumericsProfile(compute_dtype="float32")
+    assert why_unsupported(config, as_float32, Backend.REFERENCE, 1) is None
     experts = dummy_config(experts=(4, 2))
     assert why_unsupported(experts, NumericsProfile(), Backend.REFERENCE, 1) is None
     narrow = dummy_config(experts=(4, 2), expert_width=40)

@@ -19,33 +19,41 @@ from detjax.pallas_kernels.rms_norm.reference import (
     join,
     rms_norm,
 )
+from detjax.pallas_kernels.sm90_rows import NUM_PARTS
 from detjax.pallas_kernels.swiglu.reference import swiglu
 
 
 def _product(x, w, leaf_len: int) -> jax.Array:
-    """The tree of the leaves' sums, float32 [M, N].
+    """The tree of the leaves' sums, float32 [M, N]; [3, M, N] of float32 rows, cut into parts.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, or a leaf that is no multiple of 16.
+        NotImplementedError: For other dtypes, or a leaf that is no multiple of 16.
     """
     w = expanded(w)
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the reference backend takes bfloat16, not {x.dtype} with {w.dtype}; use portable"
+            "the reference backend multiplies bfloat16 or float32 activations by bfloat16 weights, "
+            f"not {x.dtype} by {w.dtype}; use portable"
         )
     if leaf_len % 16:
         raise NotImplementedError(
             "the reference backend needs leaves of a multiple of 16, the depth of one wgmma, not "
             f"{leaf_len}; use portable"
         )
+    num_rows, k_len = x.shape
+    has_parts = x.dtype == jnp.float32
+    if has_parts:
+        parts = jax.ShapeDtypeStruct((NUM_PARTS, num_rows, k_len), jnp.bfloat16)
+        x = call("split_rows", parts, x).reshape(-1, k_len)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    return call("product", out, x, w, leaf_len=leaf_len)
+    total = call("product", out, x, w, leaf_len=leaf_len)
+    return total.reshape(NUM_PARTS, num_rows, -1) if has_parts else total
 
 
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`."""
     total = _product(x, w, x.shape[1])
-    if bias is None and out_dtype == jnp.float32:
+    if bias is None and out_dtype == jnp.float32 and total.ndim == 2:
         return total
     return join(total, None, bias, out_dtype)
 

@@ -27,6 +27,19 @@ template <class T>
 T* data(Out& x) {
   return static_cast<T*>(x->untyped_data());
 }
+bool is_bf16(const In& x) { return x.element_type() == ffi::DataType::BF16; }
+bool is_bf16(const Out& x) { return x->element_type() == ffi::DataType::BF16; }
+
+// An element of bfloat16 or float32, and its rounding to either.
+float read(const In& x, int64_t i) {
+  return is_bf16(x) ? widen(data<uint16_t>(x)[i]) : data<float>(x)[i];
+}
+void write(Out& x, int64_t i, float value) {
+  if (is_bf16(x))
+    data<uint16_t>(x)[i] = round_bf16(value);
+  else
+    data<float>(x)[i] = value;
+}
 int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
 
 // Round to nearest and keep subnormal numbers: XLA flushes them in its threads.

@@ -13,12 +13,13 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
     """See `api.rms_norm`.
 
     Raises:
-        NotImplementedError: If rows or gain are not bfloat16.
+        NotImplementedError: If rows are neither bfloat16 nor float32, or the gain is not bfloat16.
         ValueError: If `sm90.row_sum` defines no sum for D.
     """
-    if x.dtype != jnp.bfloat16 or gain.dtype != jnp.bfloat16:
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or gain.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the reference backend takes bfloat16, not {x.dtype} with {gain.dtype}; use portable"
+            "the reference backend normalises bfloat16 or float32 with bfloat16 gains, not "
+            f"{x.dtype} with {gain.dtype}; use portable"
         )
     form = row_sum(x.shape[1])
     return call(
@@ -29,10 +30,14 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
 
 
 def join(total, residual, bias, dtype: jnp.dtype) -> jax.Array:
-    """`round(residual + (total + bias))` in `dtype`; residual and bias may be None."""
+    """`round(residual + (total + bias))` in `dtype`; residual and bias may be None.
+
+    A total of float32 activations is [3, M, D], the sums of their parts, which are added first.
+    """
     none = jnp.zeros((0,), jnp.bfloat16)
     operands = (none if x is None else x for x in (residual, bias))
-    return call("join", jax.ShapeDtypeStruct(total.shape, dtype), total, *operands)
+    name = "join" if total.ndim == 2 else "add_parts"
+    return call(name, jax.ShapeDtypeStruct(total.shape[-2:], dtype), total, *operands)
 
 
 def add_rms_norm(partial, residual, bias, gain, *, eps: float) -> tuple[jax.Array, jax.Array]:
