@@ -244,8 +244,6 @@ def test_prefill_attention_spills_nothing():
     [
         "glm4_decode",
         "olmo3_prefill",
-        "narrow_200",
-        "narrow_prefill",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in (
@@ -259,6 +257,14 @@ def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
     program = compiled(name)
     assert program["copies"] == program["faults"] == []
     assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
+
+
+@pytest.mark.parametrize("name", ["narrow_200", "narrow_prefill"])
+def test_a_step_of_narrow_rows_copies_nothing(name):
+    """Between 128 and 256 rows, where a kernel of its own finishes sums."""
+    program = compiled(name)
+    assert program["copies"] == program["faults"] == []
+    assert "detjax_linear_combine" in {kernel["name"] for kernel in program["kernels"]}
 
 
 @pytest.mark.parametrize("name", ["decode_step", "fast_step"])
