@@ -22,6 +22,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import api as linear
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
@@ -105,6 +106,7 @@ def _row_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     for name, dtype in (("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
         gate_up = jnp.concatenate([finite, up])[None].astype(dtype)
         yield f"swiglu {name}", lambda on, x=gate_up: (swiglu(x, backend=on),)
+        yield f"geglu {name}", lambda on, x=gate_up: (geglu(x, backend=on),)
 
 
 def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:

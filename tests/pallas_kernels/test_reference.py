@@ -17,6 +17,7 @@ from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
+from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
@@ -130,6 +131,15 @@ def test_a_rows_sum_of_squares_is_that_of_the_structure():
         expected = (row * scale).astype(BF16).astype(np.float32)
         assert (np.abs(out.astype(np.float32) - expected) <= np.abs(expected) * 2**-7).all()
         assert (out.astype(np.float32) == expected).mean() > 0.99
+
+
+def test_geglu_is_within_float32_of_float64():
+    rng = np.random.default_rng(7)
+    gate, up = rng.standard_normal((2, 3, 256)).astype(np.float32)
+    found = np.asarray(geglu(jnp.asarray(np.concatenate([gate, up], axis=1)), **ON))
+    g = gate.astype(np.float64)
+    exact = g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * up
+    assert np.abs(found - exact).max() < 2.0**-20
 
 
 @pytest.mark.parametrize("function", ["ex2", "rcp", "rsqrt"])

@@ -150,6 +150,20 @@ ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out) {
   return ffi::Error::Success();
 }
 
+// out[m, f] = round(g / (1 + exp(-g * (g * g * cubic + linear))) * u), gates and ups [M, 2 F].
+ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float cubic) {
+  const int64_t width = dim(gate_up, 1) / 2;
+  parallel(pool, dim(gate_up, 0), [&](int64_t m) {
+    for (int64_t f = 0; f < width; ++f) {
+      int64_t at = m * 2 * width + f;
+      float g = read(gate_up, at), u = read(gate_up, at + width);
+      float exponent = g * ((g * g) * cubic + linear);
+      write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // ------------------------------------------------------------------------------------- attention
 
 constexpr int kBlock = 128;          // keys of an online-softmax step, and of a page
@@ -659,6 +673,8 @@ DETJAX_EXPORT(rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().At
               .Attr<bool>("is_wide").Attr<int64_t>("vec_len").Attr<int64_t>("lanes")
               .Attr<int64_t>("num_parts"));
 DETJAX_EXPORT(rope, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(geglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("linear")
+              .Attr<float>("cubic"));
 DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")
