@@ -68,8 +68,8 @@ REFUSED: dict[tuple[str, Backend], str] = {
         "by float32; use portable"
     ),
     ("float32", Backend.REFERENCE): (
-        "the reference backend normalises bfloat16 or float32 with bfloat16 gains, not float32 "
-        "with float32; use portable"
+        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not float32 with "
+        "float32; use portable"
     ),
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
@@ -78,8 +78,8 @@ that, and finds the same."""
 _GEMMA_REFUSED = {
     ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
     ("bfloat16", Backend.REFERENCE): (
-        "the reference backend normalises bfloat16 or float32 with bfloat16 gains, not bfloat16 "
-        "with float32; use portable"
+        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not bfloat16 with "
+        "float32; use portable"
     ),
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {

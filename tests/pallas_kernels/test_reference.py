@@ -442,7 +442,7 @@ def test_models_that_it_does_not_compute_are_refused_by_name():
     as_float32 = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     assert why_unsupported(config, NumericsProfile(), Backend.REFERENCE, 1) is None
     said = why_unsupported(config, as_float32, Backend.REFERENCE, 1)
-    assert said and "with bfloat16 gains, not float32 with float32" in said
+    assert said and "with bfloat16 weights, not float32 with float32" in said
     as_float32 = NumericsProfile(compute_dtype="float32")
     assert why_unsupported(config, as_float32, Backend.REFERENCE, 1) is None
     experts = dummy_config(experts=(4, 2))

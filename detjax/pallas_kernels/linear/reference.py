@@ -15,6 +15,7 @@ from detjax.pallas_kernels.linear.quantized import (
 )
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import (
+    check_dtypes,
     combine_add_rms_norm,
     join,
     rms_norm,
@@ -30,11 +31,7 @@ def _product(x, w, leaf_len: int) -> jax.Array:
         NotImplementedError: For other dtypes, or a leaf that is no multiple of 16.
     """
     w = expanded(w)
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            "the reference backend multiplies bfloat16 or float32 activations by bfloat16 weights, "
-            f"not {x.dtype} by {w.dtype}; use portable"
-        )
+    check_dtypes(x, w)
     if leaf_len % 16:
         raise NotImplementedError(
             "the reference backend needs leaves of a multiple of 16, the depth of one wgmma, not "

@@ -9,6 +9,19 @@ from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
+def check_dtypes(x, w) -> None:
+    """Refuse activations and weights that the kernels do not take.
+
+    Raises:
+        NotImplementedError: If they are of other dtypes.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            "the reference backend takes bfloat16 or float32 with bfloat16 weights, not "
+            f"{x.dtype} with {w.dtype}; use portable"
+        )
+
+
 def rms_norm(x, gain, *, eps: float) -> jax.Array:
     """See `api.rms_norm`.
 
@@ -16,11 +29,7 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
         NotImplementedError: If rows are neither bfloat16 nor float32, or the gain is not bfloat16.
         ValueError: If `sm90.row_sum` defines no sum for D.
     """
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or gain.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            "the reference backend normalises bfloat16 or float32 with bfloat16 gains, not "
-            f"{x.dtype} with {gain.dtype}; use portable"
-        )
+    check_dtypes(x, gain)
     form = row_sum(x.shape[1])
     return call(
         "rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), x, gain,
