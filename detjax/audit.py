@@ -43,8 +43,8 @@ _SEED = Option(
     default_text="drawn, and printed",
     help="decides which positions are drawn: any text, such as the value of a public beacon",
 )
-_RESUME = Option(
-    name="resume",
+_RESULTS = Option(
+    name="results",
     metavar="FILE",
     parse=Path,
     help="keep the result of each receipt here; what is there is not checked again",
@@ -57,7 +57,7 @@ def make_parser() -> CommandParser:
         "audit",
         description_of(__doc__),
         "python -m detjax.audit answers.jsonl --backend reference --positions 20 --seed beacon",
-        (_WINDOW, _POSITIONS, _SEED, _RESUME),
+        (_WINDOW, _POSITIONS, _SEED, _RESULTS),
     )
 
 
@@ -70,8 +70,8 @@ def _run(args: argparse.Namespace) -> int:
     check_counts(args, (_WINDOW, _POSITIONS))
     if args.seed is not None and args.positions is None:
         raise InputError(f"{_SEED.flag} {args.seed} draws nothing without {_POSITIONS.flag}")
-    if args.resume is not None:
-        check_file(_RESUME.flag, args.resume)
+    if args.results is not None:
+        check_file(_RESULTS.flag, args.results)
     return run_command(args, what="audited", plan=partial(_plan, args))
 
 
@@ -100,7 +100,7 @@ def _plan(args: argparse.Namespace, receipts: Sequence["Receipt"], backend: Back
         checked_lens=lens,
         drawn=drawn,
         not_checked=not_checked,
-        resume=args.resume,
+        results=args.results,
     )
 
 

@@ -130,7 +130,7 @@ class CheckPlan:
         checked_lens: As `rerun` has it.
         drawn: What was drawn to be checked, for the verdict; empty if everything is.
         not_checked: What is not, for the verdict; empty if everything is.
-        resume: A file of results, read and continued.
+        results: A file of results, read and continued.
     """
 
     engine_options: Mapping[str, Any]
@@ -139,7 +139,7 @@ class CheckPlan:
     checked_lens: Sequence[int]
     drawn: str = ""
     not_checked: str = ""
-    resume: Path | None = None
+    results: Path | None = None
 
 
 def run_command(
@@ -369,11 +369,11 @@ def _rerun(
     from detjax.proof.rerun import RerunListener, rerun
 
     facts = {"bits": here.bits, "source": here.build["source"], "excused": sorted(excused)}
-    kept = KeptResults(plan.resume, facts)
+    kept = KeptResults(plan.results, facts)
     done = kept.done(receipts, plan.checked_lens)
     lens = [0 if i in done else n for i, n in enumerate(plan.checked_lens)]
     if done:
-        console.print(f"{len(done)} receipts are done already, in {plan.resume}", markup=False)
+        console.print(f"{len(done)} receipts are done already, in {plan.results}", markup=False)
     if plan.has_predictions and llm.model.backend.platform == "cpu":
         _tell_estimate(llm, receipts, lens, console)
     with rich.progress.Progress(

@@ -117,7 +117,7 @@ def test_a_part_is_audited_and_what_was_checked_is_not_checked_again(tmp_path, c
     if why := KERNELS[Backend.REFERENCE].why_not_here():
         pytest.skip(why)
     kept, report = tmp_path / "results.jsonl", tmp_path / "report.json"
-    part = ["--positions", "2", "--seed", "abc", "--resume", str(kept), "--json", str(report)]
+    part = ["--positions", "2", "--seed", "abc", "--results", str(kept), "--json", str(report)]
     for num_windows in (5, 0):
         assert audit.main([str(OF_AN_H200), *OPTIONS, *part]) == 0
         out = capsys.readouterr().out
