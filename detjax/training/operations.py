@@ -233,6 +233,7 @@ def self_attention(
 
     Args:
         ctx: The model and the numerics.
+        sums: Of the backward pass.
         qkv: Heads of queries, then keys, then values: J = H + 2 K.
         gains: Of the norms of queries and keys; None for models without.
         cos: Rows of the host's table for positions 0 to T - 1.
