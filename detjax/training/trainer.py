@@ -149,7 +149,9 @@ class Trainer:
         gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
         self._gather, self._reduce = OrderedJit(gather), OrderedJit(reduce)
-        self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
+        self._gradient = CheckedJit(
+            self._microbatch_gradient, donate_argnums=(), options=EXACT_OPTIONS
+        )
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
@@ -220,7 +222,8 @@ class Trainer:
         for turn in itertools.zip_longest(*runs):  # so that devices work side by side
             for own, fixed, total, run in zip(params, self._fixed, sums, turn, strict=True):
                 if run is not None:
-                    gradient, found = self._gradient(own, fixed, run.batch)
+                    batch = jax.device_put(run.batch, fixed[0][0].sharding)
+                    gradient, found = self._gradient(own, fixed, batch)
                     total.add(gradient, size=run.size)
                     values.append((run, found))
         for run, found in values:
