@@ -8,7 +8,7 @@ derivatives of plain formulas. `CanonicalSums` and `XlaSums` compute these.
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,7 @@ def _power_from(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+@runtime_checkable
 class GradientSums(Protocol):
     """What the gradients of operations are made of."""
 
