@@ -29,6 +29,9 @@ NUMERICS_VERSION = 2
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
+LOG2_E = 1.4426950408889634
+"""log2(e): the softmax of attention takes powers of two of scores that are multiplied by it."""
+
 NOT_QUANTIZED = "none"
 """The `quantization` of a model whose checkpoint holds its weights themselves."""
 

@@ -39,17 +39,6 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
             "detjax/pallas_kernels/attention/sm90_decode_spread.py:_Shared": 13,
         },
     },
-    "repeated_classes": {
-        "Two meanings of one word, in the engine, the kernels, the server or training.": {
-            "Arithmetic": 2, "Exchange": 2, "Schedule": 2,
-            "Work": 3,
-        },
-    },
-    "repeated_constants": {
-        "To be imported from one home.": {
-            "BLOCK": 2, "LANES": 2, "LOG2_E": 2, "SPAN": 2,
-        },
-    },
     "long_lines": {
         "To be rewritten.": {
             "README.md": 2,

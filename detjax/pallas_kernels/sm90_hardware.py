@@ -10,5 +10,8 @@ SMEM_BYTES = 232448
 LANES = 128
 """Threads of a warpgroup."""
 
+SPAN = 64
+"""Channels of bfloat16 that are one swizzle span: 128 bytes, in 8 chunks of 8 channels."""
+
 WARP = 32
 """Threads of a warp."""

@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, ROW_SCRATCH, row_log_sum_exp
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, ROW_SCRATCH, row_log_sum_exp
 from detjax.pallas_kernels.sampling.sm90 import first_operand
 from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
 from detjax.parallel.sm90_slots import RowSlots, flip_parity, receive_chunk, send_chunk
@@ -33,12 +33,12 @@ def choice_words(vocab_share: int) -> int:
 
     Maxima and sums of its blocks, in whole chunks, and a word a thread for the best token.
     """
-    return 2 * pl.cdiv(vocab_share // BLOCK, _CHUNK) * _CHUNK + rows.LANES
+    return 2 * pl.cdiv(vocab_share // LOGIT_BLOCK, _CHUNK) * _CHUNK + rows.LANES
 
 
 def takes_vocabulary(vocab_size: int, vocab_share: int) -> bool:
     """Whether tokens are exact in float32, as which they travel, and a share is whole blocks."""
-    return vocab_size < 1 << 24 and vocab_share % BLOCK == 0
+    return vocab_size < 1 << 24 and vocab_share % LOGIT_BLOCK == 0
 
 
 def _put(values, ref, start, count: int, math: rows.Arithmetic) -> None:
@@ -90,13 +90,13 @@ def exchange_choose_token(
     """
     num_rows, width = logits.shape
     _, max_rows, num_peers, words = slots.shape
-    if vocab_block != BLOCK:
-        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
+    if vocab_block != LOGIT_BLOCK:
+        raise ValueError(f"sm90 sampling has blocks of {LOGIT_BLOCK} logits, not {vocab_block}")
     if num_rows > max_rows:
         raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")
     if words != choice_words(width):
         raise ValueError(f"{slots.shape=} are not slots of {width} tokens a rank")
-    num_ranks, blocks = num_peers + 1, width // BLOCK
+    num_ranks, blocks = num_peers + 1, width // LOGIT_BLOCK
     first_id = first_operand(first_token_id)
     parts = best_of_parts(logits, temperature, key, first_id, interpret=False)
     chunks = [(i, min(_CHUNK, blocks - i * _CHUNK)) for i in range(pl.cdiv(blocks, _CHUNK))]

@@ -121,7 +121,7 @@ def test_rms_norm_in_interpret_mode(num_rows, width, dtype):
 @pytest.mark.parametrize("num_ctas", quick_and_slow((2,), (2**30,)))
 def test_schedules_in_interpret_mode(warpgroups, num_ctas):
     x, gain, sums = array((5, 4096), 1), array((4096,), 2), array((1, 5, 4096), 3, F32)
-    schedule = rms_norm.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
+    schedule = rms_norm.NormSchedule(warpgroups=warpgroups, num_ctas=num_ctas)
     out = rms_norm.combine_add_rms_norm(
         sums, x, None, gain, eps=EPS, schedule=schedule, interpret=True
     )
@@ -469,7 +469,7 @@ def test_combine_add_rms_norm_equals_its_steps(width, leaves):
     form = rms_norm.row_sum(width)
     for warpgroups in (1, 2, 4) if form.is_wide else ():
         for num_ctas in (100, 2**30):
-            schedule = rms_norm.Schedule(warpgroups=warpgroups, num_ctas=num_ctas)
+            schedule = rms_norm.NormSchedule(warpgroups=warpgroups, num_ctas=num_ctas)
             got = rms_norm.combine_add_rms_norm(sums, x, bias, gain, eps=EPS, schedule=schedule)
             assert_bitwise_equal(got[1], out, claim=f"{schedule} changes no bit")
 

@@ -10,11 +10,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.numerics import NumericsProfile
+from detjax.numerics import LOG2_E, NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.rope.portable import rope_into_cache
-
-LOG2_E = 1.4426950408889634
 
 
 def _merge(state, other, is_live):

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention import sm90_float32
-from detjax.pallas_kernels.attention.sm90_arithmetic import LANES
 from detjax.pallas_kernels.attention.sm90_decode_cluster import attend_clusters
 from detjax.pallas_kernels.attention.sm90_decode_exchange import SENT_ROWS, SPREAD
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job, Operands
@@ -28,7 +27,7 @@ from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, 
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
 CHANNELS = (64, 96, 128)
 DECODE_CHANNELS = (64, 128)

@@ -19,8 +19,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+from detjax.numerics import LOG2_E
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.sm90_hardware import LANES
 
 BLOCK = 128  # keys of one online-softmax step, and of one page
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma instruction
@@ -29,8 +31,6 @@ EMPTY_MAX = -1e30
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256)
 """Of the kernels of attention."""
-
-LOG2_E = 1.4426950408889634
 
 
 def score_scale(channels: int) -> float:
@@ -49,7 +49,7 @@ def swizzled(span: int) -> tuple:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arithmetic:
+class AttentionArithmetic:
     """Float operations of attention on a tile and on one value a row, one instruction each.
 
     A row is a query of one head: it has one maximum and one sum of weights.
@@ -230,9 +230,9 @@ def with_first_half(registers, layout, axis: int):
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def accumulator_arithmetic(is_interpreted: bool) -> Arithmetic:
+def accumulator_arithmetic(is_interpreted: bool) -> AttentionArithmetic:
     """The arithmetic on wgmma accumulators."""
-    return Arithmetic(
+    return AttentionArithmetic(
         layout=plgpu.Layout.WGMMA,
         row_layout=plgpu.Layout.WGMMA.reduce(1),
         is_interpreted=is_interpreted,
@@ -259,7 +259,7 @@ def product(a, b, shape):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
-def product_during(arithmetic: Arithmetic, a, b, shape, meanwhile):
+def product_during(arithmetic: AttentionArithmetic, a, b, shape, meanwhile):
     """`product`, and what `meanwhile` gives: the tensor core may work while that runs."""
     if arithmetic.is_interpreted:
         return product(a, b, shape), meanwhile()
@@ -272,7 +272,9 @@ def product_during(arithmetic: Arithmetic, a, b, shape, meanwhile):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
-def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=lambda: None):
+def chained_product(
+    arithmetic: AttentionArithmetic, out, decay, weights, v, meanwhile=lambda: None
+):
     """`out * decay + weights @ v`, added up on the tensor core's accumulator.
 
     # ORDER: within a split, `out` is scaled and then takes the products of the block's 128 keys in
@@ -291,7 +293,7 @@ def chained_product(arithmetic: Arithmetic, out, decay, weights, v, meanwhile=la
     return out, result[0]
 
 
-def clear_unwritten(v_smem, first_key, last, arithmetic: Arithmetic) -> None:
+def clear_unwritten(v_smem, first_key, last, arithmetic: AttentionArithmetic) -> None:
     """Zero the values of keys after position `last`: 0 times what a freed page holds may be NaN.
 
     Called by one warpgroup.
@@ -373,10 +375,6 @@ def page_rows(pages: jax.Array) -> jax.Array:
     return pages.reshape(-1, *pages.shape[4:])
 
 
-LANES = 128
-"""Elements of the output that a warpgroup merges at once, one a thread."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeLanes:
     """Merge of splits for LANES neighbouring elements of the output, one a thread: whole rows.
@@ -400,9 +398,11 @@ class MergeLanes:
         return plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
     @property
-    def math(self) -> Arithmetic:
+    def math(self) -> AttentionArithmetic:
         """The arithmetic on such vectors."""
-        return Arithmetic(layout=None, row_layout=self.layout, is_interpreted=self.is_interpreted)
+        return AttentionArithmetic(
+            layout=None, row_layout=self.layout, is_interpreted=self.is_interpreted
+        )
 
     def empty(self):
         """The state before any split: maximum, sum and output."""

@@ -14,17 +14,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_arithmetic import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_arithmetic import MergeLanes
 from detjax.pallas_kernels.attention.sm90_decode_job import (
+    DecodeSchedule,
+    DecodeWork,
     Job,
     Memory,
     Operands,
     Run,
-    Schedule,
-    Work,
     launch,
 )
 from detjax.pallas_kernels.attention.sm90_decode_run import load_runs, start_turn
+from detjax.pallas_kernels.sm90_hardware import LANES
 
 
 def attend_clusters(job: Job, operands: Operands) -> jax.Array:
@@ -62,7 +63,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
                 page=lambda j: memory.table[seq, first_block + j],
             )  # fmt: skip
 
-        work = Work(
+        work = DecodeWork(
             job=job,
             memory=memory,
             num_turns=lax.div(num_splits - rank + (cluster - 1), jnp.int32(cluster)),
@@ -124,7 +125,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         results = [*of_all, *results]
         if cluster > 1:
             barrier = plgpu.ClusterBarrier(collective_axes=("rank",))
-    schedule = Schedule(
+    schedule = DecodeSchedule(
         name="cluster", num_ctas=pairs, table=table, num_entries=jnp.zeros((1,), jnp.int32),
         results=results, kept_results=kept, cluster=cluster, barrier=barrier,
     )  # fmt: skip

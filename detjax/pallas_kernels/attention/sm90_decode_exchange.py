@@ -52,7 +52,7 @@ def _store_remote(address, values, flag, rank) -> None:
     )
 
 
-class Exchange:
+class ClusterExchange:
     """What CTAs of a cluster send each other: to all of their split, or to the first of all.
 
     Asynchronous stores count their bytes at the receiver's barrier, which waits for no other store.
@@ -123,7 +123,7 @@ class Exchange:
 
         emit(self.flags, jnp.int32(lax.rem(jnp.int32(turn), jnp.int32(2))), jnp.int32(num_bytes))
 
-    def send_rows(self, x, ref, part, group, which: int, math: bits.Arithmetic) -> None:
+    def send_rows(self, x, ref, part, group, which: int, math: bits.AttentionArithmetic) -> None:
         """Send one value a row, to place `part` of `ref` in each CTA of the split."""
         if self.is_interpreted:
             ref[part] = x
@@ -224,7 +224,7 @@ def _bits_of(register):
     return mgpu.utils.bitcast(register, ptx.int_type())
 
 
-def read_weights(ref, math: bits.Arithmetic, dtype):
+def read_weights(ref, math: bits.AttentionArithmetic, dtype):
     """A block's weights as an operand of wgmma, as the first warp sent them."""
 
     @plgpu.inline_mgpu(

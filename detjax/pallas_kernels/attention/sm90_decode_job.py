@@ -94,7 +94,7 @@ class Job:
     is_interpreted: bool
 
     @property
-    def math(self) -> bits.Arithmetic:
+    def math(self) -> bits.AttentionArithmetic:
         """The arithmetic on accumulators."""
         return bits.accumulator_arithmetic(self.is_interpreted)
 
@@ -181,7 +181,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class DecodeWork:
     """What all warpgroups of a CTA know of its turns.
 
     Attributes:
@@ -256,7 +256,7 @@ class Operands:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class DecodeSchedule:
     """What a schedule of decode adds to a launch.
 
     Attributes:
@@ -308,7 +308,7 @@ class _Shared(NamedTuple):
     own: Any  # of the schedule
 
 
-def _shared_types(job: Job, schedule: Schedule) -> _Shared:
+def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     num_compute = job.config.num_compute
     num_slots = num_compute * job.num_slots
     swizzled = bits.swizzled(bits.channel_span(job.channels))
@@ -329,13 +329,13 @@ def _shared_types(job: Job, schedule: Schedule) -> _Shared:
     )  # fmt: skip
 
 
-def _shares_queries(job: Job, schedule: Schedule) -> bool:
+def _shares_queries(job: Job, schedule: DecodeSchedule) -> bool:
     """Whether the first kept result lies where the queries lie."""
     return job.config.num_compute > 1 and schedule.kept_results[0] is not None
 
 
 def launch(
-    job: Job, operands: Operands, schedule: Schedule, body: Callable[[Memory], None]
+    job: Job, operands: Operands, schedule: DecodeSchedule, body: Callable[[Memory], None]
 ) -> list[jax.Array]:
     """Run `body` on the warpgroups of each CTA, and return the schedule's results."""
 

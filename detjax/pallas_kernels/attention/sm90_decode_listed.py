@@ -16,13 +16,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_arithmetic import LANES, MergeLanes
+from detjax.pallas_kernels.attention.sm90_arithmetic import MergeLanes
 from detjax.pallas_kernels.attention.sm90_decode_job import (
+    DecodeSchedule,
     Job,
     Memory,
     Operands,
     Run,
-    Schedule,
     launch,
 )
 from detjax.pallas_kernels.attention.sm90_decode_run import (
@@ -31,6 +31,7 @@ from detjax.pallas_kernels.attention.sm90_decode_run import (
     run_list,
     share_turns,
 )
+from detjax.pallas_kernels.sm90_hardware import LANES
 
 
 def rows_lie_in_place(group: int, channels: int) -> bool:
@@ -70,7 +71,7 @@ def _partials(job: Job, operands: Operands, table, num_entries) -> list[jax.Arra
         share_turns(work, one_turn)
 
     f32 = jnp.float32
-    schedule = Schedule(
+    schedule = DecodeSchedule(
         name="splits", num_ctas=num_ctas, table=table, num_entries=num_entries,
         results=[
             jax.ShapeDtypeStruct((entries, job.padded_rows, job.channels), f32),
@@ -182,7 +183,7 @@ def attend_sequences(job: Job, operands: Operands) -> jax.Array:
         share_turns(work, one_turn)
 
     shape = (job.batch * job.query_len, job.kv_heads * job.group, job.channels)
-    schedule = Schedule(
+    schedule = DecodeSchedule(
         name="sequences", num_ctas=num_ctas, table=table, num_entries=num_entries,
         results=[jax.ShapeDtypeStruct(shape, job.dtype)],
         kept_results=[

@@ -17,7 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job, Memory, Run, Work
+from detjax.pallas_kernels.attention.sm90_decode_job import (
+    DecodeConfig,
+    DecodeWork,
+    Job,
+    Memory,
+    Run,
+)
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
@@ -39,7 +45,7 @@ class Turn:
         new_offset: Its place there.
     """
 
-    work: Work
+    work: DecodeWork
     index: Any
     run: Run
     base: Any
@@ -166,7 +172,7 @@ class Turn:
         return self._add_values(stop, out, decay, operand, True), m, weight_sum
 
 
-def start_turn(work: Work, turn, base) -> Turn:
+def start_turn(work: DecodeWork, turn, base) -> Turn:
     """Take a run, and its queries where they are rows; `prepare_new_token` makes others."""
     job, memory, math = work.job, work.memory, work.job.math
     run = work.run_at(turn)
@@ -190,7 +196,7 @@ def start_turn(work: Work, turn, base) -> Turn:
     )  # fmt: skip
 
 
-def share_turns(work: Work, one_turn: Callable[[Turn], None]) -> None:
+def share_turns(work: DecodeWork, one_turn: Callable[[Turn], None]) -> None:
     """All warpgroups of a CTA: the i-th that computes takes every `num_compute`-th turn from i.
 
     As many load, each for one of them.
@@ -221,7 +227,9 @@ def share_turns(work: Work, one_turn: Callable[[Turn], None]) -> None:
     pl.when(wg >= count)(load)
 
 
-def load_runs(work: Work, owner, first_page: Callable = lambda turn, run: run.page(0)) -> None:
+def load_runs(
+    work: DecodeWork, owner, first_page: Callable = lambda turn, run: run.page(0)
+) -> None:
     """What a loading warpgroup does: the queries and the pages of each run.
 
     Args:
@@ -380,9 +388,9 @@ def _listed_run(job: Job, table_ref, item) -> Run:
     )  # fmt: skip
 
 
-def listed_work(job: Job, memory: Memory, cta, *, num_items, num_ctas: int) -> Work:
+def listed_work(job: Job, memory: Memory, cta, *, num_items, num_ctas: int) -> DecodeWork:
     """Every `num_ctas`-th item of the list of runs, from the `cta`-th."""
-    return Work(
+    return DecodeWork(
         job=job,
         memory=memory,
         num_turns=lax.div(num_items - cta + (num_ctas - 1), jnp.int32(num_ctas)),

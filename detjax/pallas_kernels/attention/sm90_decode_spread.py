@@ -25,7 +25,7 @@ from detjax.pallas_kernels.attention.sm90_decode_cluster import merge_splits
 from detjax.pallas_kernels.attention.sm90_decode_exchange import (
     SENT_ROWS,
     SPREAD,
-    Exchange,
+    ClusterExchange,
     read_weights,
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
@@ -73,7 +73,7 @@ class _Shared(NamedTuple):
     v: Any  # [RING * SPREAD, BLOCK, share]
     kept: Any  # [2, C], the new token's key and value
     sent: Any  # `_Sent`, unless interpreted
-    flags: Any  # [8] int32, barriers of `Exchange`, unless interpreted
+    flags: Any  # [8] int32, barriers of `ClusterExchange`, unless interpreted
     weights: Any  # [ROWS, BLOCK], if interpreted
     wide: Any  # [BLOCK, C], if interpreted
     k_filled: Any  # [RING]
@@ -114,7 +114,7 @@ class _Cta:
     out: Any
     shared: _Shared
     sent: _Sent
-    exchange: Exchange
+    exchange: ClusterExchange
     wg: Any
     place: tuple
     here: tuple
@@ -391,7 +391,7 @@ def _start(job: Job, arrays: _Arrays, sent: _Sent | None, out, shared: _Shared) 
     part, group = lax.rem(rank, jnp.int32(SPREAD)), lax.div(rank, jnp.int32(SPREAD))
     slices = pl.ds(part * (job.channels // SPREAD), job.channels // SPREAD)
     sent = shared.sent if sent is None else _Sent(*(ref.at[cta] for ref in sent))
-    exchange = Exchange(
+    exchange = ClusterExchange(
         is_interpreted=job.is_interpreted, meeting=shared.meeting, flags=shared.flags
     )
     exchange.start(wg)
@@ -505,7 +505,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
     return out
 
 
-def _put_value_share(v_smem, value, offset, math: bits.Arithmetic) -> None:
+def _put_value_share(v_smem, value, offset, math: bits.AttentionArithmetic) -> None:
     """Put the new token's value in row `offset` of the last page, and zeros behind it."""
     share = v_smem.shape[1]
     for half in range(bits.BLOCK // bits.ROWS):

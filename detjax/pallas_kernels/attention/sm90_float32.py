@@ -20,11 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_arithmetic import LANES
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_listed import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 from detjax.pallas_kernels.sm90_ring import Ring
 
 HALF = 64
@@ -135,7 +134,7 @@ class Refs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class TileWork:
     """What both warpgroups of a CTA know: scalars.
 
     Attributes:
@@ -267,7 +266,7 @@ def _merged(tiles: Tiles, o, ml, limits, row_positions, dtype) -> jax.Array:
     return merge_splits(job, o, ml, counts, row_positions, query_len=1, group=tiles.rows)
 
 
-def _locate(tiles: Tiles, limits_ref) -> Work:
+def _locate(tiles: Tiles, limits_ref) -> TileWork:
     """What this CTA does; the longest tiles first."""
     item = lax.axis_index("cta")
     shares = tiles.channels // tiles.value_channels
@@ -280,7 +279,7 @@ def _locate(tiles: Tiles, limits_ref) -> Work:
     first, end, last = (limits_ref[seq, tile, i] for i in range(3))
     if tiles.is_split:
         first, end = split * tiles.per_split, jnp.minimum(end, (split + 1) * tiles.per_split)
-    return Work(
+    return TileWork(
         seq=seq,
         kv_head=kv_head,
         first_row=((seq * tiles.kv_heads + kv_head) * tiles.num_tiles + tile) * tiles.rows,
@@ -292,7 +291,7 @@ def _locate(tiles: Tiles, limits_ref) -> Work:
     )
 
 
-def _load(tiles: Tiles, work: Work, refs) -> None:
+def _load(tiles: Tiles, work: TileWork, refs) -> None:
     """The loading warpgroup: queries, then half pages in parts, keys and values in turn."""
     for part in range(sm90_rows.NUM_PARTS):
         plgpu.copy_gmem_to_smem(
@@ -430,8 +429,8 @@ def _plain(tiles: Tiles) -> sm90_rows.Arithmetic:
     return sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=tiles.is_interpreted)
 
 
-def _softmax_step(math: bits.Arithmetic, scores: list, m, weight_sum, scale: float):
-    """`bits.Arithmetic.softmax_step` of a block in halves.
+def _softmax_step(math: bits.AttentionArithmetic, scores: list, m, weight_sum, scale: float):
+    """`bits.AttentionArithmetic.softmax_step` of a block in halves.
 
     # ORDER: the sum of a block's weights is that of its first half and that of its second.
     """
@@ -445,7 +444,7 @@ def _softmax_step(math: bits.Arithmetic, scores: list, m, weight_sum, scale: flo
     return new_m, math.fma(weight_sum, decay, block_sum), decay, weights
 
 
-def _compute(tiles: Tiles, work: Work, refs) -> None:
+def _compute(tiles: Tiles, work: TileWork, refs) -> None:
     """The multiplying warpgroup: blocks of a split in order, splits left to right."""
     math = bits.accumulator_arithmetic(tiles.is_interpreted)
     scale = bits.score_scale(tiles.channels)

@@ -17,9 +17,7 @@ from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.rope import sm90 as rope
-
-SPAN = 64
-"""Channels of a swizzle span: 128 bytes, in 8 chunks of 8 channels."""
+from detjax.pallas_kernels.sm90_hardware import SPAN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,7 +149,7 @@ class _Plan:
         return min(self.config.num_ctas or self.num_items, self.num_items)
 
     @property
-    def math(self) -> bits.Arithmetic:
+    def math(self) -> bits.AttentionArithmetic:
         """The arithmetic on accumulators."""
         return bits.accumulator_arithmetic(self.is_interpreted)
 

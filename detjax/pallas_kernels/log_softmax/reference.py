@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK
 from detjax.pallas_kernels.reference_library import call
 
 
@@ -14,9 +14,11 @@ def block_stats(logits, *, vocab_block: int) -> tuple[jax.Array, jax.Array]:
     Raises:
         ValueError: If a block is not 128 logits.
     """
-    if vocab_block != BLOCK:
-        raise ValueError(f"the reference backend has blocks of {BLOCK} logits, not {vocab_block}")
-    out = jax.ShapeDtypeStruct((logits.shape[0], logits.shape[1] // BLOCK), jnp.float32)
+    if vocab_block != LOGIT_BLOCK:
+        raise ValueError(
+            f"the reference backend has blocks of {LOGIT_BLOCK} logits, not {vocab_block}"
+        )
+    out = jax.ShapeDtypeStruct((logits.shape[0], logits.shape[1] // LOGIT_BLOCK), jnp.float32)
     maxima, sums = call("block_stats", (out, out), logits)
     return maxima, sums
 

@@ -17,7 +17,7 @@ from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 
-BLOCK = 128
+LOGIT_BLOCK = 128
 """Logits of a block: 32 lanes of 4."""
 
 
@@ -53,10 +53,10 @@ def block_stats(
         # ORDER: a lane's 4 exponentials left to right, then 32 lanes by exchange; libdevice's exp.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if vocab_block != BLOCK:
-        raise ValueError(f"sm90 log-softmax has blocks of {BLOCK} logits, not {vocab_block}")
+    if vocab_block != LOGIT_BLOCK:
+        raise ValueError(f"sm90 log-softmax has blocks of {LOGIT_BLOCK} logits, not {vocab_block}")
     num_rows, width = logits.shape
-    total = num_rows * (width // BLOCK)
+    total = num_rows * (width // LOGIT_BLOCK)
     held = rows.most_rows(16 if total >= 16 * 4 * NUM_SMS else 4, total)
     tile = block_tile(held, interpret)
 
@@ -69,7 +69,7 @@ def block_stats(
     out = jax.ShapeDtypeStruct((total,), jnp.float32)
     maxima, sums = rows.run_kernel(
         body,
-        (logits.reshape(total, BLOCK),),
+        (logits.reshape(total, LOGIT_BLOCK),),
         out=[out, out],
         grid={"cta": pl.cdiv(total, held)},
         name="detjax_block_stats",

@@ -30,14 +30,14 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     COUNT,
     EXPERT,
     START,
-    Work,
+    GroupedWork,
     few_memory,
     local_ids,
     schedule_few,
     work_shapes,
 )
-from detjax.pallas_kernels.moe.sm90_tiles import SPAN, GroupedTiles
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
@@ -96,7 +96,7 @@ class _Operands(NamedTuple):
 
     x: Any  # [S, K] bf16, sorted; [M, K] where every CTA makes the list of tiles
     w: Any  # [e, N, K] bf16; [e, 2 F, K] if gated, F rows of gates and F of ups
-    work: Any = None  # `Work`: the list of tiles
+    work: Any = None  # `GroupedWork`: the list of tiles
     logits: Any = None  # [M, e] f32, of the router
     ids: Any = None  # [S] int32, the expert of each slot
     first_expert: Any = None  # [1] int32
@@ -106,7 +106,7 @@ class _Results(NamedTuple):
     """Arrays in device memory; None where the product makes none."""
 
     out: Any  # [S, N] bf16
-    work: Any = None  # `Work`: the list of tiles
+    work: Any = None  # `GroupedWork`: the list of tiles
     ids: Any = None  # [M, k] int32
     weights: Any = None  # [M, k] f32
 
@@ -118,7 +118,7 @@ class _Memory(NamedTuple):
     w: Any  # [stages, cta_weights, k] bf16
     out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
     zeros: Any  # [256] bf16
-    work: Any  # `Work`: the list of tiles
+    work: Any  # `GroupedWork`: the list of tiles
     experts: Any  # [k] int32, of one row
     few: Any  # of `schedule_few`
     full: Any  # [stages]
@@ -191,7 +191,7 @@ class _Plan:
         return t.out_cols // t.num_wgs if t.is_swapped else t.out_cols
 
     @property
-    def work_shapes(self) -> Work:
+    def work_shapes(self) -> GroupedWork:
         """Shapes of the list of tiles."""
         return work_shapes(self.num_slots, self.num_local, self.tiles.tile_rows)
 
@@ -261,7 +261,7 @@ class _Cta:
         return views(self.memory.out, not self.plan.is_interpreted)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> GroupedWork:
         """The list of tiles."""
         return self.memory.work if self.plan.makes_list else self.operands.work
 
@@ -629,7 +629,7 @@ def _grouped(
 
 @functools.partial(jax.jit, static_argnames=("tiles", "by_slot", "interpret"))
 def grouped_matmul(
-    x, w, work: Work, ids=None, first_expert=None, *,
+    x, w, work: GroupedWork, ids=None, first_expert=None, *,
     tiles: GroupedTiles, by_slot: bool, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """Multiply each expert's sorted rows with its weights: `round(x W^T)`, gated if tiles are.
@@ -695,7 +695,7 @@ def routed_matmul_one(
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def grouped_matmul_few(
     x, w, expert_ids, first_expert, *, tiles: GroupedTiles, interpret=None
-) -> tuple[jax.Array, Work]:
+) -> tuple[jax.Array, GroupedWork]:
     """`sort_rows` and `grouped_matmul` of at most 8 rows and LANES slots in one launch.
 
     Every CTA lists the tiles itself. Every row is multiplied with every expert that has any, as
@@ -721,7 +721,7 @@ def grouped_matmul_few(
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def routed_matmul_few(
     x, w, logits, *, top_k: int, renormalise: bool, tiles: GroupedTiles, interpret=None
-) -> tuple[jax.Array, Work, jax.Array, jax.Array]:
+) -> tuple[jax.Array, GroupedWork, jax.Array, jax.Array]:
     """`grouped_matmul_few` of all experts, and `route` before it in the same launch.
 
     Args:

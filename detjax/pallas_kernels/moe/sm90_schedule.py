@@ -29,7 +29,7 @@ BUFFER_BYTES = 131072
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class GroupedWork:
     """What the grouped products walk: arrays, or inside a kernel their references.
 
     Attributes:
@@ -49,9 +49,9 @@ def most_tiles(num_slots: int, num_local: int, tile_rows: int) -> int:
     return min(num_slots, num_local + num_slots // tile_rows)
 
 
-def work_shapes(num_slots: int, num_local: int, tile_rows: int) -> Work:
-    """Shapes of a `Work`."""
-    return Work(
+def work_shapes(num_slots: int, num_local: int, tile_rows: int) -> GroupedWork:
+    """Shapes of a `GroupedWork`."""
+    return GroupedWork(
         tiles=jax.ShapeDtypeStruct((3, most_tiles(num_slots, num_local, tile_rows)), jnp.int32),
         num_tiles=jax.ShapeDtypeStruct((1,), jnp.int32),
         order=jax.ShapeDtypeStruct((num_slots,), jnp.int32),
@@ -84,7 +84,7 @@ def count_experts(ids_smem, count: int, stop, num_local: int, is_interpreted: bo
     return lanes.over(ids_smem, count, step, (zeros, zeros))
 
 
-def write_tiles(total, starts, work: Work, scratch, *, tile_rows: int, math):
+def write_tiles(total, starts, work: GroupedWork, scratch, *, tile_rows: int, math):
     """Cut each expert's sorted rows into tiles, and list them in order of expert."""
     size = total.shape[0]
 
@@ -134,7 +134,7 @@ def sort_block(ids, ids_smem, starts_smem, block: int, math):
 
 
 def schedule_few(
-    put_ids, num_slots: int, work: Work, memory, *, num_local: int, tile_rows: int,
+    put_ids, num_slots: int, work: GroupedWork, memory, *, num_local: int, tile_rows: int,
     is_interpreted: bool,
 ) -> None:  # fmt: skip
     """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it.
@@ -212,7 +212,7 @@ _BLOCKS_AT_ONCE = 32
 @functools.partial(jax.jit, static_argnames=("num_local", "tile_rows", "interpret"))
 def sort_rows(
     x, expert_ids, first_expert, *, num_local: int, tile_rows: int, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, Work]:
+) -> tuple[jax.Array, jax.Array, GroupedWork]:
     """Copy each row once for each of its experts here, in order of expert, then of slot.
 
     Args:
@@ -270,7 +270,7 @@ def sort_rows(
         counts_gmem,  # [blocks, size] int32, or None where each CTA counts
         sorted_gmem,  # [S, D / span, span]
         places_gmem,  # [S] int32
-        work,  # `Work`
+        work,  # `GroupedWork`
         rows_smem,  # [tokens, D / span, span]
         all_ids,  # [num_read] int32
         ids_smem,  # [LANES] int32

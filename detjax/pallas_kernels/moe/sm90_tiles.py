@@ -4,7 +4,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
+from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES, SPAN
 
 MAX_FEW_ROWS = 8
 """Up to here the first product lists its tiles itself: two launches fewer, no rows are copied."""
@@ -27,10 +27,6 @@ MAX_LONE_ROWS = 16
 
 MAX_FLAT_ROWS = 96
 """Rows of an expert, on average, up to which weights are the 64-row operand."""
-
-
-SPAN = 64
-"""Channels of bfloat16 that are one swizzle span, 128 bytes."""
 
 _OTHER_BYTES = 3072
 """Shared memory for barriers and alignment."""

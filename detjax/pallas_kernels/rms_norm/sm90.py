@@ -403,7 +403,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class NormSchedule:
     """How wide rows are spread over the GPU; changes no bit.
 
     Attributes:
@@ -415,12 +415,12 @@ class Schedule:
     num_ctas: int
 
 
-def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> Schedule:
+def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> NormSchedule:
     """Spread a row over many warpgroups where rows are few, for the latency of one row."""
     many = max(w for w in range(1, 9) if num_chunks % w == 0)
     if num_rows <= 2 * NUM_SMS or num_leaves > 1:
-        return Schedule(warpgroups=many, num_ctas=2**30)
-    return Schedule(warpgroups=1, num_ctas=2**30)
+        return NormSchedule(warpgroups=many, num_ctas=2**30)
+    return NormSchedule(warpgroups=1, num_ctas=2**30)
 
 
 def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=False):
@@ -453,7 +453,7 @@ _STATIC = ("eps", "schedule", "interpret")
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def rms_norm(
-    x, gain, *, eps: float, schedule: Schedule | None = None, interpret: bool = False
+    x, gain, *, eps: float, schedule: NormSchedule | None = None, interpret: bool = False
 ) -> jax.Array:
     """See `api.rms_norm`.
 
@@ -483,7 +483,7 @@ def rms_norm(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def rms_norm_parts(
-    x, gain, *, eps: float, schedule: Schedule | None = None, interpret: bool = False
+    x, gain, *, eps: float, schedule: NormSchedule | None = None, interpret: bool = False
 ) -> jax.Array:
     """Normalise float32 rows and cut the result for products of bfloat16: [3, M, D] bfloat16.
 
@@ -518,7 +518,7 @@ def combine_add_rms_norm(
     gain,
     *,
     eps: float,
-    schedule: Schedule | None = None,
+    schedule: NormSchedule | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Add the leaves of a row-parallel product, then as `add_rms_norm`, in one launch.
@@ -558,7 +558,7 @@ def add_rms_norm(
     gain,
     *,
     eps: float,
-    schedule: Schedule | None = None,
+    schedule: NormSchedule | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`: `combine_add_rms_norm` of one leaf.

@@ -9,7 +9,7 @@ from detjax.pallas_kernels.log_softmax.reference import (
     log_probs,
     log_sum_exp,
 )
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.sampling.sm90 import first_operand
 
@@ -55,7 +55,7 @@ def choose_token(
 def nucleus_sums(sorted_logits, temperature, top_k, top_p):
     """See `api.nucleus_sums`; ranks up to a whole block of 128 weigh 0."""
     num_rows, width = sorted_logits.shape
-    ranked = jnp.pad(sorted_logits, ((0, 0), (0, -width % BLOCK)), constant_values=-jnp.inf)
+    ranked = jnp.pad(sorted_logits, ((0, 0), (0, -width % LOGIT_BLOCK)), constant_values=-jnp.inf)
     wide = jax.ShapeDtypeStruct(ranked.shape, jnp.float32)
     out = (wide, wide, jax.ShapeDtypeStruct((num_rows,), jnp.float32))
     weight, before, limit = call("nucleus_sums", out, ranked, temperature, top_k, top_p)

@@ -15,21 +15,21 @@ from jax.extend.mlir.dialects import arith, vector
 from jax.extend.mlir.dialects import math as mlir_math
 
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, block_tile
 from detjax.pallas_kernels.sampling import noise
 
 
 def num_blocks(width: int) -> int:
     """Blocks of a share of the vocabulary, which must be whole ones."""
-    if width % BLOCK:
-        raise ValueError(f"sm90 sampling needs whole blocks of {BLOCK} logits, not {width}")
-    return width // BLOCK
+    if width % LOGIT_BLOCK:
+        raise ValueError(f"sm90 sampling needs whole blocks of {LOGIT_BLOCK} logits, not {width}")
+    return width // LOGIT_BLOCK
 
 
 def ids_of(tile: rows.Tile, first_id, shape):
     """Token ids of a tile of consecutive blocks."""
     math = tile.whole
-    ids = math.iota(shape, 0) * BLOCK + math.iota(shape, 1)
+    ids = math.iota(shape, 0) * LOGIT_BLOCK + math.iota(shape, 1)
     return ids + math.full(shape, first_id, jnp.int32)
 
 
@@ -71,7 +71,7 @@ def adjust_logits(logits, bias, uses, factors, penalties, *, interpret: bool = F
     num_rows, width = logits.shape
     blocks = num_blocks(width)
     held = rows.most_rows(4, blocks)
-    math, shape = block_tile(held, interpret).whole, (held, BLOCK)
+    math, shape = block_tile(held, interpret).whole, (held, LOGIT_BLOCK)
 
     def body(x_gmem, bias_gmem, uses_gmem, above_gmem, below_gmem, per_use_gmem, once_gmem, out):
         row = lax.axis_index("row")
@@ -89,11 +89,11 @@ def adjust_logits(logits, bias, uses, factors, penalties, *, interpret: bool = F
         lower = math.sub(math.sub(scaled, taken), math.full(shape, once_gmem[row]))
         out[row, here] = jnp.where(used > one, lower, scaled)
 
-    wide = (x.reshape(num_rows, blocks, BLOCK) for x in (logits, bias, uses))
+    wide = (x.reshape(num_rows, blocks, LOGIT_BLOCK) for x in (logits, bias, uses))
     return rows.run_kernel(
         body,
         (*wide, *factors, *penalties),
-        out=jax.ShapeDtypeStruct((num_rows, blocks, BLOCK), jnp.float32),
+        out=jax.ShapeDtypeStruct((num_rows, blocks, LOGIT_BLOCK), jnp.float32),
         grid={"tile": pl.cdiv(blocks, held), "row": num_rows},
         name="detjax_adjust_logits",
         is_interpreted=interpret,
@@ -118,7 +118,7 @@ def gumbel_scores(
     blocks = num_blocks(width)
     held = rows.most_rows(8, blocks)
     tile = block_tile(held, interpret)
-    shape = (held, BLOCK)
+    shape = (held, LOGIT_BLOCK)
 
     def body(logits_gmem, t_gmem, key0_gmem, key1_gmem, first_gmem, out_gmem):
         row = lax.axis_index("row")
@@ -133,14 +133,19 @@ def gumbel_scores(
 
         @pl.when(t != 0.0)
         def _sampled():
-            ids = ids_of(tile, first_gmem[0] + first * BLOCK, shape)
+            ids = ids_of(tile, first_gmem[0] + first * LOGIT_BLOCK, shape)
             bits = bits_of(ids, (key0_gmem[row], key1_gmem[row]), tile)
             out_gmem[row, here] = scores_of(x, bits, t, tile)
 
     return rows.run_kernel(
         body,
-        (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, first_operand(first_token_id)),
-        out=jax.ShapeDtypeStruct((num_rows, blocks, BLOCK), jnp.float32),
+        (
+            logits.reshape(num_rows, blocks, LOGIT_BLOCK),
+            temperature,
+            *key,
+            first_operand(first_token_id),
+        ),
+        out=jax.ShapeDtypeStruct((num_rows, blocks, LOGIT_BLOCK), jnp.float32),
         grid={"tile": pl.cdiv(blocks, held), "row": num_rows},
         name="detjax_gumbel_scores",
         is_interpreted=interpret,
@@ -251,9 +256,9 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
     blocks = num_blocks(width)
     held = rows.most_rows(4, blocks)
     tile = block_tile(held, interpret)
-    math, shape = tile.whole, (held, BLOCK)
+    math, shape = tile.whole, (held, LOGIT_BLOCK)
     grid = {"tile": pl.cdiv(blocks, held), "row": num_rows}
-    ranked = sorted_logits.reshape(num_rows, blocks, BLOCK)
+    ranked = sorted_logits.reshape(num_rows, blocks, LOGIT_BLOCK)
 
     def weights_of(x_gmem, t_gmem, k_gmem):
         """First block of this CTA, its weights, and those that count."""
@@ -264,7 +269,9 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
         x = math.load(x_gmem.at[row, pl.ds(first, held)])
         difference = math.sub(x, math.full(shape, x_gmem[row, 0, 0]))
         weight = jnp.exp(math.divide(difference, math.full(shape, t)))
-        is_counted = ids_of(tile, first * BLOCK, shape) < math.full(shape, k_gmem[row], jnp.int32)
+        is_counted = ids_of(tile, first * LOGIT_BLOCK, shape) < math.full(
+            shape, k_gmem[row], jnp.int32
+        )
         return row, pl.ds(first, held), weight, jnp.where(is_counted, weight, math.full(shape, 0.0))
 
     def sum_chunks(x_gmem, t_gmem, k_gmem, sums_gmem):

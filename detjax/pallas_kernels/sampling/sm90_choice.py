@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, block_tile, stats_of
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, block_tile, stats_of
 from detjax.pallas_kernels.sampling import sm90_reach
 from detjax.pallas_kernels.sampling.sm90 import (
     bits_of,
@@ -122,7 +122,7 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
     parts = _num_parts(num_rows, pl.cdiv(blocks, held_sampled))
 
     def body(
-        logits_gmem,  # [M, blocks, BLOCK] f32
+        logits_gmem,  # [M, blocks, LOGIT_BLOCK] f32
         t_gmem,  # [M] f32
         key0_gmem,  # [M] uint32
         key1_gmem,  # [M] uint32
@@ -140,7 +140,7 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
 
         def choose(is_greedy):
             held = held_greedy if is_greedy else held_sampled
-            tile, shape = block_tile(held, interpret), (held, BLOCK)
+            tile, shape = block_tile(held, interpret), (held, LOGIT_BLOCK)
             tiles = pl.cdiv(blocks, held)
             count = lax.div(tiles - part + (parts - 1), jnp.int32(parts))
             first_id = first_gmem[0]
@@ -160,7 +160,7 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
                 m, total = stats_of(x, tile)
                 maxima_gmem[row, pl.ds(first, held)] = m
                 sums_gmem[row, pl.ds(first, held)] = total
-                ids = ids_of(tile, first_id + first * BLOCK, shape)
+                ids = ids_of(tile, first_id + first * LOGIT_BLOCK, shape)
                 if is_greedy:
                     return _better(*state, x, ids)
                 return scored_tile(x=x, ids=ids, maxima=m).fold(state)
@@ -189,7 +189,12 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
     out += [jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)] * 2
     return rows.run_kernel(
         body,
-        (logits.reshape(num_rows, blocks, BLOCK), temperature, *key, first_operand(first_token_id)),
+        (
+            logits.reshape(num_rows, blocks, LOGIT_BLOCK),
+            temperature,
+            *key,
+            first_operand(first_token_id),
+        ),
         out=out,
         grid={"part": parts, "row": num_rows},
         name="detjax_gumbel_argmax",
@@ -286,8 +291,8 @@ def stats_and_choice(
         elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if vocab_block != BLOCK:
-        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
+    if vocab_block != LOGIT_BLOCK:
+        raise ValueError(f"sm90 sampling has blocks of {LOGIT_BLOCK} logits, not {vocab_block}")
     values, tokens, maxima, sums = best_of_parts(
         logits, temperature, key, first_token_id, interpret=interpret
     )

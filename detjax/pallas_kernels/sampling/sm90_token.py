@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.log_softmax.sm90 import BLOCK, ROW_SCRATCH, row_log_sum_exp
+from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, ROW_SCRATCH, row_log_sum_exp
 from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
 
 
@@ -26,8 +26,8 @@ def choose_token(
         same layouts, and one rounded float32 subtraction.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    if vocab_block != BLOCK:
-        raise ValueError(f"sm90 sampling has blocks of {BLOCK} logits, not {vocab_block}")
+    if vocab_block != LOGIT_BLOCK:
+        raise ValueError(f"sm90 sampling has blocks of {LOGIT_BLOCK} logits, not {vocab_block}")
     parts = best_of_parts(logits, temperature, key, 0, interpret=interpret)
     num_rows, width = logits.shape
 
