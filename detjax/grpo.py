@@ -102,8 +102,8 @@ _PLACE = (
         name="backward",
         default="canonical",
         choices=("canonical", "xla"),
-        help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, which "
-        "are faster and depend on --microbatch; a model with experts needs xla",
+        help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, "
+        "which are faster and depend on --microbatch; a model with experts needs xla",
     ),
     Option(
         name="remat",

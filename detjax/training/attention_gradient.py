@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass of attention with rotary embedding and the norms of queries and keys."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.gradients.api import attention_gradient
 from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
@@ -20,24 +22,38 @@ MAX_SCORES = 2**26
 Gains = tuple[Float32[Array, " C"], Float32[Array, " C"]] | None
 
 
+class SelfAttention(NamedTuple):
+    """The arguments of `operations.self_attention`.
+
+    Attributes:
+        qkv: Heads, [B, T, J, C].
+        gains: Of the norms of queries and keys, or None.
+        cos: [T, half].
+        sin: [T, half].
+        positions: int32 [B, T]; -1 from a sequence's end on.
+    """
+
+    qkv: Any
+    gains: Any
+    cos: Any
+    sin: Any
+    positions: Any
+
+
 def attention_gradients(
     ctx: ForwardContext,
     sums: GradientSums,
-    qkv: Activation[Array, "B T J C"],
-    gains: Gains,
-    cos: Float32[Array, "T half"],
-    sin: Float32[Array, "T half"],
-    positions: Int32[Array, "B T"],
+    given: SelfAttention,
     out: Activation[Array, "B T H C"],
     of_out: Activation[Array, "B T H C"],
     *,
     window: int | None,
 ) -> tuple[Activation[Array, "B T J C"], Gains]:
-    """Cotangents of heads and of gains; arguments as `operations.self_attention`."""
+    """Cotangents of heads and of gains."""
+    qkv, gains, cos, sin, positions = given
     rotate = partial(rotated_heads, num_heads=ctx.config.num_heads, eps=ctx.config.rms_norm_eps)
     if isinstance(sums, CanonicalSums):
-        lengths = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
-        return _canonical(ctx, sums, rotate, (qkv, gains, cos, sin), lengths, out, of_out, window)
+        return _canonical(ctx, sums, rotate, given, out, of_out, window)
 
     batch, length = positions.shape
 
@@ -55,10 +71,16 @@ def attention_gradients(
 
 
 def _canonical(
-    ctx: ForwardContext, sums: CanonicalSums, rotate, inputs, lengths, out, of_out, window
-):
+    ctx: ForwardContext,
+    sums: CanonicalSums,
+    rotate: Callable,
+    given: SelfAttention,
+    out: jax.Array,
+    of_out: jax.Array,
+    window: int | None,
+) -> tuple[jax.Array, Gains]:
     """Rotate again, in leaves; then each sequence and head by itself; then rotate back."""
-    (qkv, gains, cos, sin), own = inputs, sums.leaves
+    (qkv, gains, cos, sin, _), own = given, sums.leaves
     batch, length = qkv.shape[:2]
     num_heads = ctx.config.num_heads
     num_kv = (qkv.shape[2] - num_heads) // 2
@@ -81,7 +103,7 @@ def _canonical(
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
     of_heads = attention_gradient(
         q, k, v, by_head(padded(out)), by_head(padded(of_out)),
-        jnp.pad(lengths, (0, own.batch - batch)), window=window, backend=sums.backend,
+        own.lengths, window=window, backend=sums.backend,
     )  # fmt: skip
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)

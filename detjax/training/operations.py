@@ -29,7 +29,7 @@ from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
 from detjax.training import adapter_operations
-from detjax.training.attention_gradient import attention_gradients
+from detjax.training.attention_gradient import SelfAttention, attention_gradients
 from detjax.training.formulas import plain_rms_norm, plain_swiglu
 from detjax.training.gradients import (
     XLA_ROWS,
@@ -277,7 +277,9 @@ def self_attention(
         )
 
     def gradient(args, out, cotangent):
-        of_qkv, of_gains = attention_gradients(ctx, sums, *args, out, cotangent, window=window)
+        of_qkv, of_gains = attention_gradients(
+            ctx, sums, SelfAttention(*args), out, cotangent, window=window
+        )
         return of_qkv, of_gains, None, None, None
 
     return with_gradient(kernel, gradient)(qkv, gains, cos, sin, positions)
