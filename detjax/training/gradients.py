@@ -193,12 +193,14 @@ def _one_by_one(function: Callable, operands: tuple, *, is_hidden: bool) -> Any:
     """`lax.map` whose body is never inlined into its surroundings, nor fused with them.
 
     # SHAPE: on a CPU the bound is hidden from the compiler (`pallas_kernels.fixed_blocks`). On a
-    # GPU a hidden bound would be read by the host each time, so one leaf is run twice.
+    # GPU a hidden bound would be read by the host each time. Of one leaf alone the compiler knows
+    # the index, so it is run twice.
     """
     count = len(jax.tree.leaves(operands)[0])
-    if count == 1 and not is_hidden:
+    if count == 1:
         twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), operands)
-        return jax.tree.map(lambda x: x[:1], _one_by_one(function, twice, is_hidden=False))
+        out = _one_by_one(function, twice, is_hidden=is_hidden)
+        return jax.tree.map(lambda x: x[:1], out)
 
     def run(i, out):
         one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), operands)

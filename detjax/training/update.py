@@ -11,7 +11,7 @@ from detjax.array_types import Array, Float32
 from detjax.pallas_kernels.backend import Backend
 from detjax.training.extras import optax
 
-UPDATE_BLOCK = {Backend.SM90: 2**24}
+UPDATE_BLOCK = {Backend.SM90: 2**22}
 """Weights that are updated by one body of one shape; 2**14 on a CPU."""
 
 
@@ -106,9 +106,14 @@ def update_in_blocks(
 
 
 def _in_blocks(tree: Any, block: int) -> Float32[Array, "X Y"]:
-    """All elements, one tensor after the other, and zeros up to whole blocks."""
+    """All elements, one tensor after the other, and zeros up to whole blocks, two at least.
+
+    # SHAPE: of one block the compiler knows the index, and takes the body out of its loop: Adam of
+    # one block had other bits than of two (XLA:CPU, jax 0.11.2).
+    """
     flat = jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(tree)])
-    return jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+    count = max(-(-flat.size // block), 2)
+    return jnp.pad(flat, (0, count * block - flat.size)).reshape(-1, block)
 
 
 def _from_blocks(blocks: jax.Array, like: Any) -> Any:

@@ -142,8 +142,8 @@ def test_a_run_moved_between_meshes_has_one_hash_of_weights(sequences, tmp_path)
     """Fifty updates, stopped at random steps; each part has another mesh and other microbatches."""
     expected, _ = updated(trainer(), cut(sequences, 8), updates=50)
     rng = np.random.default_rng(5)
-    stops = sorted(rng.choice(np.arange(1, 50), 5, replace=False))
-    parts = [((1, 1), 1), ((2, 1), 2), ((2, 2), 1), ((4, 1), 4), ((1, 2), 8), ((4, 2), 1)]
+    stops = sorted(rng.choice(np.arange(1, 50), 3, replace=False))
+    parts = [((1, 1), 1), ((4, 2), 1), ((2, 1), 8), ((1, 4), 2)]
     state = None
     for (mesh, size), (start, stop) in zip(parts, pairwise([0, *stops, 50]), strict=True):
         of = trainer(*mesh)

@@ -83,10 +83,14 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
     # ORDER: blocks of `TOKEN_LEAF` positions left to right; inside a block, fixed-shape products
     # and row sums.
     """
-    batch, num_heads, length, channels = q.shape
+    batch, num_heads, num_rows, channels = q.shape
     group, dtype = num_heads // k.shape[1], q.dtype
     scale = float(np.float32(channels**-0.5))
-    by_head = [x.reshape(-1, length, channels) for x in (q, k, v, out, of_out)]
+    # SHAPE: two blocks at least; of one the compiler knows the index.
+    length = max(num_rows, 2 * TOKEN_LEAF)
+    by_head = [
+        pad_axis(x.reshape(-1, num_rows, channels), 1, length) for x in (q, k, v, out, of_out)
+    ]
 
     def body(q_ref, k_ref, v_ref, out_ref, of_out_ref, lengths_ref, *results):
         head = pl.program_id(0)
@@ -149,4 +153,4 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
         out_shape=[jax.ShapeDtypeStruct(by_head[0].shape, jnp.float32)] * 3,
         out_specs=[pl.BlockSpec((1, length, channels), lambda head: (head, 0, 0))] * 3,
     )
-    return tuple(x.reshape(q.shape) for x in found)
+    return tuple(x[:, :num_rows].reshape(q.shape) for x in found)
