@@ -11,6 +11,8 @@ Numerics:
     order of the canonical ones.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +28,8 @@ from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_r
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kernel
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
-from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.api import rope as rope_kernel
+from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
 from detjax.training import adapter_operations
 from detjax.training.attention_gradient import SelfAttention, attention_gradients
@@ -229,7 +232,7 @@ def self_attention(
     *,
     window: int | None,
 ) -> Activation[Array, "B T H C"]:
-    """Attend within whole sequences: `rope_into_cache` on an empty cache, then `attention`.
+    """Attend within whole sequences: the parts of `rope_into_cache`, then `attention`.
 
     Args:
         ctx: The model and the numerics.
@@ -253,18 +256,19 @@ def self_attention(
         page = (2, num_kv, profile.attention_block, channels)
         pages = jnp.zeros((1, batch * num_blocks, *page), qkv.dtype)
         table = jnp.arange(batch * num_blocks, dtype=jnp.int32).reshape(batch, num_blocks)
-        q, pages = rope_into_cache(
+        # WHY: not `rope_into_cache`, which writes a reference on sm90. Where a layer is computed
+        # again JAX drops the write, and attention saw zeros (jax 0.11.2).
+        q, k, v = rotated_heads(
+            partial(rope_kernel, backend=ctx.backend),
+            partial(rms_norm_kernel, backend=ctx.backend),
             qkv.reshape(-1, num_all, channels),
             jnp.tile(cos, (batch, 1)),
             jnp.tile(sin, (batch, 1)),
             gains,
-            pages,
-            table,
-            positions,
-            layer=0,
+            num_kv_heads=num_kv,
             eps=eps,
-            backend=ctx.backend,
         )
+        pages = write_pages(pages, k, v, table, positions, 0)
         return attention_kernel(
             q.reshape(batch, length, num_heads, channels),
             pages,

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.testing import assert_bitwise_equal, count_different_bits
-from detjax.training.batch import Layout, pack
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward
 from detjax.training.weights import master_params
@@ -161,3 +164,36 @@ def test_control_gradients_of_xlas_sums_depend_on_the_shape_of_the_batch(model_n
 def test_a_canonical_gradient_of_experts_is_refused(model_named, sequences):
     with pytest.raises(NotImplementedError, match=r"give backward=Backward.XLA \(--backward xla\)"):
         gradient(model_named("experts"), pack(sequences, length=89))
+
+
+def _references(function, *shapes) -> int:
+    return str(jax.make_jaxpr(function)(*shapes)).count("new_ref")
+
+
+def test_a_training_pass_on_sm90_writes_no_reference():
+    """Where a layer is computed again, JAX drops such a write; the cache of serving has one."""
+    model = dummy_model(dummy_config(head_dim=64, num_layers=1))
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=Backend.SM90, tp=1)
+
+    def run(params, batch):
+        return jnp.sum(token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0])
+
+    def serve(qkv, pages):
+        angles, table = jnp.zeros((2, 32)), jnp.zeros((1, 1), jnp.int32)
+        return rope_into_cache(
+            qkv,
+            angles,
+            angles,
+            None,
+            pages,
+            table,
+            jnp.zeros((1, 2), jnp.int32),
+            layer=0,
+            eps=1e-5,
+            backend=Backend.SM90,
+        )
+
+    batch = pack([Scored(token_ids=(1, 2, 3), weights=(0.0, 1.0, 1.0))], length=2)
+    assert _references(jax.grad(run), master_params(model), batch) == 0
+    shapes = ((2, 12, 64), (1, 1, 2, 2, 128, 64))
+    assert _references(serve, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)) > 0

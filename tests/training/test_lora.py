@@ -92,7 +92,7 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
         assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
 def test_gradients_of_an_adapter_are_those_of_the_formula(
     model_named, plain_logprobs, weighted, name
 ):
@@ -124,6 +124,8 @@ def test_gradients_of_an_adapter_are_those_of_the_formula(
         assert np.linalg.norm(b) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.invariance
 def test_a_step_changes_the_adapter_alone_and_is_mesh_invariant(model_named, weighted):
     model, rows = model_named("tied"), weighted(9, 12, 7, 15)
     batches = [pack([row], length=14) for row in rows]

@@ -136,7 +136,7 @@ def test_long_gradients_are_scaled_to_the_clip_norm(batches):
 
 def test_bad_input_is_refused_by_name(batches):
     model = dummy_model(dummy_config(num_layers=1))
-    with pytest.raises(ValueError, match=r"keeps arrays of shape \[\(3,\), \(5,\)\]"):
+    with pytest.raises(ValueError, match=r"keeps arrays of shape \[\(1,\), \(3,\), \(5,\)\]"):
         Trainer(
             model, optax.adafactor(1e-2, min_dim_size_to_factor=1),
             mesh=make_mesh(1, 1), clip_norm=1.0,
