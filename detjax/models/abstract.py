@@ -18,8 +18,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
-PROBED_LENGTHS = (1, 100, 1000)
-"""Rows of a decode, a verify and a prefill step: the kernels differ by nothing else."""
+PROBED_LENGTHS = (1, 100, 200, 1000)
+"""Rows of steps. Between 128 and 256 rows a kernel of its own finishes sums (`sm90.linear_add`)."""
 
 
 def abstract_params(

@@ -49,6 +49,7 @@ from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
+from detjax.testing.dummies import dummy_config
 from detjax.testing.eagle import abstract_head, dummy_eagle
 from detjax.testing.programs import plain_key, programs_for
 from detjax.testing.shapes import MOE_SHAPES
@@ -433,6 +434,14 @@ def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
+def narrow(num_layers: int) -> ModelConfig:
+    """SmolLM2-135M, whose rows of 576 channels are no multiple of 128."""
+    return dummy_config(
+        num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536,
+        vocab_size=49152, num_layers=num_layers,
+    )  # fmt: skip
+
+
 def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     """A program of a draft model of the same shapes, on a device that is full."""
     model = abstract_model(2, PRESSED_BYTES)
@@ -635,6 +644,10 @@ PROGRAMS = {
     "audit_windows": audit_windows,
     "weight_window": weight_window,
     "weight_hash": weight_hash,
+    "narrow_200": lambda: pressed("decode", rows=200, table_len=4, make_config=narrow),
+    "narrow_prefill": lambda: pressed(
+        "prefill", rows=1, length=200, table_len=4, make_config=narrow
+    ),
     "pressed_experts_one": lambda: pressed("decode", rows=1, table_len=10, make_config=qwen3_moe),
     "pressed_experts": lambda: pressed("decode", rows=64, table_len=10, make_config=qwen3_moe),
     "pressed_experts_prefill": lambda: pressed(

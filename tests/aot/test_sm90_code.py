@@ -259,6 +259,14 @@ def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
     assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
 
 
+@pytest.mark.parametrize("name", ["narrow_200", "narrow_prefill"])
+def test_a_step_of_narrow_rows_copies_nothing(name):
+    """Between 128 and 256 rows, where a kernel of its own finishes sums."""
+    program = compiled(name)
+    assert program["copies"] == program["faults"] == []
+    assert "detjax_linear_combine" in {kernel["name"] for kernel in program["kernels"]}
+
+
 @pytest.mark.parametrize("name", ["decode_step", "fast_step"])
 def test_step_copies_neither_cache_nor_weights_and_spills_nothing(name):
     program = compiled(name)

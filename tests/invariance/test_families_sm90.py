@@ -18,6 +18,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
+from detjax.models import abstract
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
@@ -25,7 +26,7 @@ from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
-from detjax.testing.dummies import batch_of, dummy_model, scoring_step
+from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = (
@@ -69,6 +70,18 @@ def answers(case: str, batch_size: int, prefill_chunk: int) -> list[Completion]:
 def test_the_kernels_take_every_layer(case):
     """They are traced on any machine."""
     assert why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", (1, 2, 8, 9, 16, 17, 33, 65, 129, 255, 257, 512, 4096))
+def test_the_kernels_take_any_number_of_rows_of_smollm2(num_rows, monkeypatch):
+    """Its rows of 576 channels are no multiple of 128; what is probed must stand for all steps."""
+    config = dummy_config(
+        num_heads=9, num_kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536,
+        vocab_size=49152, num_layers=1,
+    )  # fmt: skip
+    monkeypatch.setattr(abstract, "PROBED_LENGTHS", (num_rows,))
+    assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 1) is None
 
 
 @pytest.mark.parametrize(

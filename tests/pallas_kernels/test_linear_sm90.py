@@ -317,6 +317,21 @@ def test_combine_in_interpret_mode_equals_the_portable_tree():
     assert_bitwise_equal(out, sums[0], claim="combine continues the tree")
 
 
+@pytest.mark.parametrize("num_rows", (1, 3))
+def test_combine_takes_rows_that_are_no_whole_blocks(num_rows):
+    """Rows of SmolLM2-135M have 576 channels: a block of 128 crosses the end of a row."""
+    rng = np.random.default_rng(2)
+    sums, residual = (
+        jnp.asarray(rng.standard_normal((*lead, num_rows, 576)), jnp.float32) for lead in ((4,), ())
+    )
+    bias = jnp.asarray(rng.standard_normal(576), BF16)
+    interpret = plgpu.InterpretGPUParams()
+    out = sm90._combine((sums,), residual, bias, out_dtype=BF16, interpret=interpret)
+    total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    want = (residual + (total + bias.astype(jnp.float32)[None])).astype(BF16)
+    assert_bitwise_equal(out, want, claim="narrow rows are combined as the specification says")
+
+
 def small_integers(num_rows: int, num_out: int, k_len: int):
     """bf16 operands whose every sum is exact, in eighths."""
     rng = np.random.default_rng(3)
@@ -717,14 +732,16 @@ def test_every_tile_that_holds_rows_gives_the_same_bits(name):
 
 @pytest.mark.gpu
 @pytest.mark.invariance
-@pytest.mark.parametrize("shape", ((4096, 4096), (4096, 14336), (5120, 17408), (1024, 3072)))
+@pytest.mark.parametrize(
+    "shape", ((4096, 4096), (4096, 14336), (5120, 17408), (1024, 3072), (576, 1536), (576, 576))
+)
 def test_a_residual_in_the_epilogue_changes_no_bit(shape):
-    """At 1 to 8 rows, and at 64: the residual stream of the kernel that adds and normalises."""
+    """As the kernel adds that normalises. Widths of SmolLM2-135M are no multiple of 128."""
     num_out, k_len = shape
     reduction = tree_reduction(k_len, PROFILE)
-    x, w = operands(64, num_out, k_len)
-    residual, gain = uneven_rows(64, num_out), gains(num_out)
-    for num_rows in (*range(1, 9), 64):
+    x, w = operands(200, num_out, k_len)
+    residual, gain = uneven_rows(200, num_out), gains(num_out)
+    for num_rows in (*range(1, 9), 64, 131, 200):
         args = x[:num_rows], w, residual[:num_rows]
         for bias in (None, gain):
             sums = sm90.linear_leaf_sums(*args[:2], reduction=reduction)

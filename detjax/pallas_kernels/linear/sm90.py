@@ -2,6 +2,7 @@
 """Linear layers on Hopper: one matrix-product kernel, tiles by M, and the rest of the tree."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from detjax.pallas_kernels.linear.tiles import (
     choose_tiles,
 )
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
 MAX_CODED_ROWS = 512
 """Up to here a product reads quantised weights as they lie; above, their expansion.
@@ -409,8 +410,8 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
     """Add all groups of all terms, each [groups, ..., M, N], as one tree."""
     groups, *shape = terms[0].shape
     num_out = shape[-1]
-    if num_out % 128:
-        raise NotImplementedError(f"sm90 combine needs N to be a multiple of 128, not {num_out}")
+    if num_out % LANES:
+        return _combine_narrow(terms, residual, bias, out_dtype=out_dtype, interpret=interpret)
     size = terms[0].size // groups
     block = 2048 if size >= 2048 * 2 * NUM_SMS else 512
     while num_out % block:
@@ -449,6 +450,28 @@ def _combine(terms: tuple, residual, bias, *, out_dtype, interpret=None) -> jax.
         kernel_name="detjax_linear_combine",
         interpret=interpret,
     )(flat_terms, bias, None if residual is None else residual.reshape(size)).reshape(shape)
+
+
+def _combine_narrow(terms: tuple, residual, bias, *, out_dtype, interpret) -> jax.Array:
+    """`_combine` where a block of `LANES` elements may cross the end of a row.
+
+    All rows become one row of the kernel, with zeros behind it that are cut off again.
+    """
+    shape = terms[0].shape[1:]
+    size = math.prod(shape)
+
+    def one_row(x, *leading: int) -> jax.Array:
+        flat = x.reshape(*leading, 1, size)
+        return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -size % LANES)])
+
+    out = _combine(
+        tuple(one_row(term, term.shape[0]) for term in terms),
+        None if residual is None else one_row(residual),
+        None if bias is None else one_row(jnp.broadcast_to(bias, shape)).reshape(-1),
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+    return out[0, :size].reshape(shape)
 
 
 def combine_partials(leaf_sums) -> jax.Array:
