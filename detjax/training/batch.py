@@ -134,7 +134,7 @@ def by_sequence(batch: Batch, values: np.ndarray) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class SequenceRun:
     """A power of two of neighbouring sequences of a step: a subtree of the sum over sequences.
 
     Attributes:
@@ -154,7 +154,7 @@ class Run:
     places: np.ndarray
 
 
-def aligned_runs(batches: Sequence[Batch], *, num_shares: int) -> list[list[Run]]:
+def aligned_runs(batches: Sequence[Batch], *, num_shares: int) -> list[list[SequenceRun]]:
     """Cut the sequences of a step into subtrees, and share them out in runs of one power of two.
 
     A microbatch that is a subtree stays whole. Where one is not, its sequences are cut into the
@@ -195,11 +195,11 @@ def _num_sequences(batch: Batch) -> int:
     return int(np.max(np.flatnonzero(np.asarray(batch.lengths)), initial=-1)) + 1
 
 
-def _run(batch: Batch, source: int, skipped: int, size: int, first: int) -> Run:
+def _run(batch: Batch, source: int, skipped: int, size: int, first: int) -> SequenceRun:
     """`size` sequences of a microbatch; all of them in its own layout, fewer padded."""
     everything = np.arange(len(batch.ids))
     if size == len(batch.lengths):
-        return Run(batch=batch, first=first, size=size, source=source, rows=everything,
+        return SequenceRun(batch=batch, first=first, size=size, source=source, rows=everything,
                    places=everything)  # fmt: skip
     start, length = skipped * batch.length, batch.length
     places = np.asarray(batch.places)
@@ -222,4 +222,4 @@ def _run(batch: Batch, source: int, skipped: int, size: int, first: int) -> Run:
         lengths=lengths,
         length=length,
     )
-    return Run(batch=cut, first=first, size=size, source=source, rows=rows, places=own)
+    return SequenceRun(batch=cut, first=first, size=size, source=source, rows=rows, places=own)

@@ -186,7 +186,7 @@ class CanonicalSums:
 
     def by_leaf(self, function: Callable, *leaves: Any) -> Any:
         """Call `function` on one leaf after the other, in one body of one shape."""
-        return _one_by_one(function, leaves, is_hidden=self.backend is not Backend.SM90)
+        return _one_by_one(function, leaves, is_hidden=self.backend.platform == "cpu")
 
 
 def _one_by_one(function: Callable, operands: tuple, *, is_hidden: bool) -> Any:

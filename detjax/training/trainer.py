@@ -30,7 +30,7 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.training.batch import Batch, Run, aligned_runs
+from detjax.training.batch import Batch, SequenceRun, aligned_runs
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
@@ -218,7 +218,7 @@ class Trainer:
         logprobs, entropy = (
             np.zeros((len(batches), len(batches[0].ids)), np.float32) for _ in "ab"
         )
-        values: list[tuple[Run, Any]] = []
+        values: list[tuple[SequenceRun, Any]] = []
         for turn in itertools.zip_longest(*runs):  # so that devices work side by side
             for own, fixed, total, run in zip(params, self._fixed, sums, turn, strict=True):
                 if run is not None:

@@ -11,8 +11,11 @@ from detjax.array_types import Array, Float32
 from detjax.pallas_kernels.backend import Backend
 from detjax.training.extras import optax
 
-UPDATE_BLOCK = {Backend.SM90: 2**22}
-"""Weights that are updated by one body of one shape; 2**14 on a CPU."""
+UPDATE_BLOCK = 2**14
+"""Weights that are updated by one body of one shape, on a CPU."""
+
+GPU_UPDATE_BLOCK = 2**22
+"""The like on a GPU, where each body is a launch."""
 
 
 def global_norm(gradients: Any) -> Float32[Array, ""]:
@@ -69,7 +72,8 @@ def update_in_blocks(
     Returns:
         The new state of the optimizer and the new parameters.
     """
-    structure, block = jax.tree.structure(params), UPDATE_BLOCK.get(backend, 2**14)
+    structure = jax.tree.structure(params)
+    block = UPDATE_BLOCK if backend.platform == "cpu" else GPU_UPDATE_BLOCK
     is_like = lambda node: jax.tree.structure(node) == structure  # noqa: E731
     parts, whole_state = jax.tree.flatten(opt_state, is_leaf=is_like)
     like = [is_like(part) for part in parts]

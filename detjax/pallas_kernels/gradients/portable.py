@@ -78,23 +78,39 @@ def token_sum(a, b, lengths) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("window",))
 def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
-    """See `api.attention_gradient`; keys and values have a result for each query head.
-
-    # ORDER: blocks of `TOKEN_LEAF` positions left to right; inside a block, fixed-shape products
-    # and row sums.
-    """
+    """See `api.attention_gradient`; keys and values have a result for each query head."""
     batch, num_heads, num_rows, channels = q.shape
-    group, dtype = num_heads // k.shape[1], q.dtype
-    scale = float(np.float32(channels**-0.5))
     # SHAPE: two blocks at least; of one the compiler knows the index.
     length = max(num_rows, 2 * TOKEN_LEAF)
     by_head = [
         pad_axis(x.reshape(-1, num_rows, channels), 1, length) for x in (q, k, v, out, of_out)
     ]
+    body = _attention_body(
+        num_heads=num_heads, group=num_heads // k.shape[1], window=window or length, dtype=q.dtype
+    )
+    found = run_blocks(
+        body,
+        *by_head,
+        lengths,
+        name="attention_gradient",
+        grid=(batch * num_heads,),
+        out_shape=[jax.ShapeDtypeStruct(by_head[0].shape, jnp.float32)] * 3,
+        out_specs=[pl.BlockSpec((1, length, channels), lambda head: (head, 0, 0))] * 3,
+    )
+    return tuple(x[:, :num_rows].reshape(q.shape) for x in found)
+
+
+def _attention_body(*, num_heads: int, group: int, window: int, dtype: jnp.dtype):
+    """The gradient of one query head of one sequence.
+
+    # ORDER: blocks of `TOKEN_LEAF` positions left to right; inside a block, fixed-shape products
+    # and row sums.
+    """
 
     def body(q_ref, k_ref, v_ref, out_ref, of_out_ref, lengths_ref, *results):
         head = pl.program_id(0)
         num_blocks = (lengths_ref[head // num_heads] + TOKEN_LEAF - 1) // TOKEN_LEAF
+        scale = float(np.float32(q_ref.shape[2] ** -0.5))
 
         def block(ref, head, i):
             return ref[head, pl.ds(i * TOKEN_LEAF, TOKEN_LEAF), :].astype(jnp.float32)
@@ -102,9 +118,8 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
         def scores(q, i, j):
             place = lax.broadcasted_iota(jnp.int32, (TOKEN_LEAF, TOKEN_LEAF), 0)
             back = (i - j) * TOKEN_LEAF + place - place.T
-            is_seen = (back >= 0) & (back < (window or length))
             s = _dot(q, block(k_ref, head // group, j), 1, 1) * scale
-            return jnp.where(is_seen, s, -jnp.inf)
+            return jnp.where((back >= 0) & (back < window), s, -jnp.inf)
 
         def log_sum_exp(q, i):
             def largest(j, m):
@@ -127,11 +142,8 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
                 p = jnp.exp(scores(q, i, j) - lse)
                 # ROUND: weights and cotangents of scores to the compute dtype, for the products.
                 ds = round_to(p * (_dot(of_row, values, 1, 1) - delta), dtype)
-                parts = (
-                    _dot(ds, keys, 1, 0),
-                    _dot(ds, q, 0, 0),
-                    _dot(round_to(p, dtype), of_row, 0, 0),
-                )
+                of_v = _dot(round_to(p, dtype), of_row, 0, 0)
+                parts = _dot(ds, keys, 1, 0), _dot(ds, q, 0, 0), of_v
                 for ref, part, place in zip(results, parts, (i, j, j), strict=True):
                     rows = pl.ds(place * TOKEN_LEAF, TOKEN_LEAF)
                     ref[0, rows, :] = ref[0, rows, :] + part
@@ -144,13 +156,4 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
         for ref in results[:2]:
             ref[...] = ref[...] * scale
 
-    found = run_blocks(
-        body,
-        *by_head,
-        lengths,
-        name="attention_gradient",
-        grid=(batch * num_heads,),
-        out_shape=[jax.ShapeDtypeStruct(by_head[0].shape, jnp.float32)] * 3,
-        out_specs=[pl.BlockSpec((1, length, channels), lambda head: (head, 0, 0))] * 3,
-    )
-    return tuple(x[:, :num_rows].reshape(q.shape) for x in found)
+    return body

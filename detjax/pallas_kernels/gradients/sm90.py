@@ -7,7 +7,7 @@ from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.linear.sm90 import add_partials, linear, linear_partial
 from detjax.pallas_kernels.log_softmax.sm90 import block_stats, log_sum_exp
 
-KERNELS = composed.ForwardKernels(
+SM90_FORWARD = composed.ForwardKernels(
     linear=linear,
     linear_partial=linear_partial,
     add_partials=add_partials,
@@ -18,11 +18,11 @@ KERNELS = composed.ForwardKernels(
 
 def token_sum(a, b, lengths) -> jax.Array:
     """See `api.token_sum`."""
-    return composed.token_sum(KERNELS, a, b, lengths)
+    return composed.token_sum(SM90_FORWARD, a, b, lengths)
 
 
 def attention_gradient(
     q, k, v, out, of_out, lengths, *, window: int | None
 ) -> tuple[jax.Array, ...]:
     """See `api.attention_gradient`."""
-    return composed.attention_gradient(KERNELS, q, k, v, out, of_out, lengths, window=window)
+    return composed.attention_gradient(SM90_FORWARD, q, k, v, out, of_out, lengths, window=window)
