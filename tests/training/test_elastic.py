@@ -74,6 +74,7 @@ def num_different(found: TrainState, expected: TrainState) -> int:
     return sum(jax.tree.leaves(jax.tree.map(count_different_bits, *pair)))
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_an_update_is_bitwise_batch_invariant_and_another_order_of_sequences_is_another(sequences):
     """Two programs: microbatches of four and of one. The probe is the list in another order."""
