@@ -110,6 +110,7 @@ def test_prefill_and_decode_have_the_same_bits(case):
         assert_bitwise_equal(decoded.astype(np.float32), np.stack(completion.logprobs), claim=where)
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("mesh", quick_and_slow([(1, 4)], [((1, 2),), ((2, 2),)]), ids=str)
 def test_a_mesh_changes_nothing(case, mesh):
@@ -119,6 +120,7 @@ def test_a_mesh_changes_nothing(case, mesh):
     assert_same(got, alone(case), f"{case} on {mesh}")
 
 
+@pytest.mark.slow
 @EVERY
 def test_training_has_the_bits_of_serving_or_says_why_not(case):
     made = model(case)
@@ -157,7 +159,7 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
         assert bool(jnp.isfinite(leaf).all() and jnp.any(leaf != 0)), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("case", CASES)
+@EVERY
 def test_the_step_computes_in_kernels_alone(case):
     """On two ranks, which split the heads that one norm covers."""
     made = model(case, tp=2)

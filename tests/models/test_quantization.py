@@ -459,6 +459,7 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
         found(engine(model), requests)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(("scheme", "tp"), quick_and_slow([("fp8-dynamic", 2)], [("int8-w8a8", 4)]))
 def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, scheme, tp):
