@@ -262,9 +262,10 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
                 bias=bias,
                 w=w,
                 residual=residual,
-                coding=RowCoding(dtype=dtype),
+                dtype=dtype,
                 m=m,
             ):
+                coding = RowCoding(dtype=dtype)
                 x = w8a8.quantize_rows(rows, coding, backend=on)
                 normed = w8a8.rms_norm_quantize(rows, gain, coding, eps=EPS, backend=on)
                 half = jnp.dtype(BF16)
