@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -118,20 +119,24 @@ def _tiles(expert_ids, first_expert, num_local: int):
 
 
 @partial(jax.jit, static_argnames=("name",))
-def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
+def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Array:
     """`linear` of each tile of rows with its expert's weights, [T * ROWS, I] and [u, O, I].
 
     # ORDER: the body of `linear`, so its bits. Rows of tiles that are not in use are undefined.
     """
     num_cols, k_len = w.shape[1:]
     w = pad_axis(w, 1, PRODUCT_COLS)
+    biases = () if bias is None else (pad_axis(bias, 1, PRODUCT_COLS),)
 
-    def body(x_ref, w_ref, owners_ref, out_ref):
+    def body(x_ref, w_ref, owners_ref, *refs):
+        *bias_refs, out_ref = refs
         tile = pl.program_id(0)
         rows = pl.ds(tile * ROWS, ROWS)
         cols = pl.ds(pl.program_id(1) * PRODUCT_COLS, PRODUCT_COLS)
         expert_ref = w_ref.at[owners_ref[tile]]
         total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
+        for bias_ref in bias_refs:
+            total = total + bias_ref[owners_ref[tile], cols].astype(jnp.float32)[None, :]
         out_ref[...] = total.astype(out_ref.dtype)  # ROUND: once
 
     out = run_blocks(
@@ -139,6 +144,7 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
         x,
         w,
         owners,
+        *biases,
         name=name,
         grid=(num_tiles, w.shape[1] // PRODUCT_COLS),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
@@ -148,7 +154,10 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="num_ranks")
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int = 1) -> jax.Array:
+def expert_mlp(
+    x, expert_ids, w_gate_up, w_down, *,
+    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`. Tiles are of one size, for any number of ranks."""
     num_rows, top_k = expert_ids.shape
     rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
@@ -156,8 +165,12 @@ def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int
     slot_rows = jnp.arange(num_rows * top_k, dtype=jnp.int32) // top_k
     sources = sources.at[rows].set(slot_rows, mode="drop", unique_indices=True)
     tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
-    gate_up = _grouped_linear(tiled, w_gate_up, owners, num_tiles, name="experts_gate_up")
-    out = _grouped_linear(swiglu(gate_up), w_down, owners, num_tiles, name="experts_down")
+    biases, clamp = (None, None), None
+    if extras is not None:
+        biases, clamp = (extras.gate_up_bias, extras.down_bias), extras.clamp
+    multiply = partial(_grouped_linear, owners=owners, num_tiles=num_tiles)
+    gate_up = multiply(tiled, w_gate_up, bias=biases[0], name="experts_gate_up")
+    out = multiply(swiglu(gate_up, clamp=clamp), w_down, bias=biases[1], name="experts_down")
     out = jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
     return out.reshape(num_rows, top_k, x.shape[1])
 
@@ -197,13 +210,21 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    *,
+    top_k: int,
+    renormalise: bool,
+    extras: ClampedExperts | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
         logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0), weights
+    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras)
+    return y, weights
 
 
 def defers_experts(num_rows: int, width: int) -> bool:
@@ -220,8 +241,20 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    residual,
+    gain,
+    *,
+    top_k: int,
+    renormalise: bool,
+    eps: float,
+    extras: ClampedExperts | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    y, weights = route_mlp(x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise)
+    y, weights = route_mlp(
+        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
+    )
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

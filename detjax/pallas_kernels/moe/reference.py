@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.reference import linear
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import add_rms_norm
@@ -21,13 +22,21 @@ def route(
     return ids, weights
 
 
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int = 1) -> jax.Array:
+def expert_mlp(
+    x, expert_ids, w_gate_up, w_down, *,
+    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16.
+        NotImplementedError: For biases and a clamp, another dtype than bfloat16, or widths that are
+            no multiple of 16.
     """
     del num_ranks  # changes no bit
+    if extras is not None:
+        raise NotImplementedError(
+            "experts of the reference backend have no biases and no clamp; use portable"
+        )
     dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
         raise NotImplementedError(
@@ -58,13 +67,15 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
-) -> tuple[jax.Array, jax.Array]:
+    x, logits, w_gate_up, w_down, *,
+    top_k: int, renormalise: bool, extras: ClampedExperts | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
         logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0), weights
+    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras)
+    return y, weights
 
 
 def combine_experts_norm_linear(
@@ -76,8 +87,11 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
-) -> tuple[jax.Array, jax.Array]:
+    x, logits, w_gate_up, w_down, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    y, weights = route_mlp(x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise)
+    y, weights = route_mlp(
+        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
+    )
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
