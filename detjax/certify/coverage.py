@@ -85,6 +85,11 @@ _GEMMA_REFUSED = {
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": _GEMMA_REFUSED,
     "gemma3_text": _GEMMA_REFUSED,
+    "gpt_oss": {
+        ("bfloat16", Backend.REFERENCE): (
+            "attention of the reference backend has no sinks; use portable"
+        ),
+    },
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 
