@@ -565,6 +565,24 @@ def scale_of(layer: str) -> float:
     return 0.02 if "down" in layer else 0.01
 
 
+def test_blocks_as_deepseek_and_qwen_publish_them_give_the_same_answers(tmp_path):
+    folder = w8a8_folder(tmp_path, "fp8-block")
+    want = digests(opened(folder, mode="w8a8"))
+    settings = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }  # fmt: skip
+    with_settings(folder, settings)
+    with contextlib.ExitStack() as stack:
+        tensors = {name: np.array(it.rows) for name, it in open_tensors(folder, stack).items()}
+    renamed = {name.replace("weight_scale", "weight_scale_inv"): it for name, it in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    model = opened(folder, mode="w8a8")
+    assert model.quantization.endswith("128 x 128 block, multiplied with activations of 8-bit "
+                                       "float, dynamic by group of 128")  # fmt: skip
+    assert digests(model) == want
+
+
 def test_static_scales_of_activations_are_those_of_the_checkpoint(tmp_path):
     folder = w8a8_folder(tmp_path, "fp8-dynamic")
     dynamic = opened(folder, mode="w8a8")
