@@ -56,6 +56,7 @@ def checked(run) -> subprocess.CompletedProcess[bytes]:
     return run(*prompts, "--tp", "2", "--repeat", "2", "--check", "--format", "json")
 
 
+@pytest.mark.slow
 def test_a_check_of_the_bundled_model_passes(checked):
     document, err = json.loads(checked.stdout), checked.stderr.decode()
     assert checked.returncode == 0, err

@@ -17,6 +17,7 @@ def operands_of(kernel: Kernel, num_rows: int):
     return jax.eval_shape(lambda *some: kernel.first_rows(some, num_rows), *calls[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_case_and_its_rivals_can_be_traced(subject):
     kernels = [kernel for kernel in SUBJECTS[subject](COUNTS) if kernel.counts]

@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from . import shards
 from .conftest import SLOW_TESTS
 
@@ -55,6 +57,7 @@ def test_every_file_that_was_measured_is_there():
     assert [path for path in SECONDS if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.slow
 def test_a_run_lists_the_tests_that_did_not_run():
     """Of its own shard by name, of the others by count; a worker tells the controller."""
     late = "tests/test_array_types.py::test_every_axis_is_in_the_glossary"

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks import start
+from detjax.testing.cases import quick_and_slow
 
 
 @pytest.mark.slow
@@ -43,7 +44,7 @@ def test_an_answer_that_differs_is_told(monkeypatch, capsys):
     assert end.value.code == 3 and "all answers equal: False" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b", "tiny_experts", "no_such_model"])
+@pytest.mark.parametrize("name", quick_and_slow(["no_such_model"], ["qwen3_8b", "tiny_experts"]))
 def test_what_is_no_llama_and_no_folder_is_refused(monkeypatch, capsys, name):
     """Else a start would be of another model than its row says."""
     monkeypatch.setattr(sys, "argv", ["start", "--model", name])

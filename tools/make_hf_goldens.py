@@ -99,6 +99,7 @@ class Case:
         config: Arguments of the config class, over `BASE_CONFIG`.
         disk_dtype: Dtype of model.safetensors; the values are bf16 values in either.
         published: Write config_v4.json too, in the form that hub folders of this family use.
+        is_mxfp4: Store the experts in MXFP4, whose values they have then.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Case:
     control: Control
     disk_dtype: torch.dtype = torch.bfloat16
     published: PublishedForm | None = None
+    is_mxfp4: bool = False
 
 
 BASE_CONFIG = {
@@ -181,6 +183,25 @@ MIXTRAL_KEYS = """architectures attention_dropout bos_token_id eos_token_id hidd
     num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts
     output_router_logits rms_norm_eps rope_theta router_aux_loss_coef sliding_window
     tie_word_embeddings torch_dtype transformers_version use_cache vocab_size"""
+
+GPT_OSS_KEYS = """architectures attention_bias attention_dropout eos_token_id experts_per_token
+    head_dim hidden_act hidden_size initial_context_length initializer_range intermediate_size
+    layer_types max_position_embeddings model_type num_attention_heads num_experts_per_tok
+    num_hidden_layers num_key_value_heads num_local_experts output_router_logits pad_token_id
+    quantization_config rms_norm_eps rope_scaling rope_theta router_aux_loss_coef sliding_window
+    swiglu_limit tie_word_embeddings transformers_version use_cache vocab_size"""
+GPT_OSS_CONFIG = {
+    "bos_token_id": None,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 24,
+    "swiglu_limit": 1.5,
+    "pad_token_id": 0,
+    "rope_parameters": {**YARN_SCALING, "rope_theta": 150000.0, "truncate": False},
+}
 
 CASES = (
     Case(
@@ -662,6 +683,29 @@ CASES = (
         },
         control=Control(what="a window of 25", config={"sliding_window": 25}),
     ),
+    Case(
+        name="gpt_oss",
+        what="sinks, a window of 24 in every other layer, biases of attention, router and experts, "
+        "clamped SwiGLU, yarn with truncate=false; experts in MXFP4",
+        model_type="gpt_oss",
+        seed=199601,
+        config=GPT_OSS_CONFIG,
+        control=Control(what="sinks dropped", fill={"self_attn.sinks": -100.0}),
+        published=PublishedForm(
+            keys=GPT_OSS_KEYS,
+            version="4.55.0.dev0",
+            values={"experts_per_token": 4, "initial_context_length": 64},
+        ),
+        is_mxfp4=True,
+    ),
+    Case(
+        name="gpt_oss_bfloat16",
+        what="gpt_oss with experts in bfloat16, without biases in attention",
+        model_type="gpt_oss",
+        seed=190802,
+        config={**GPT_OSS_CONFIG, "attention_bias": False, "swiglu_limit": 1.25},
+        control=Control(what="swiglu_limit 7", config={"swiglu_limit": 7.0}),
+    ),
 )
 
 PUBLISHED_ROPES = {
@@ -780,12 +824,58 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
                 value = torch.rand(parameter.shape, generator=generator) + 0.5
                 if case.model_type.startswith("gemma"):  # whose gains are 1 + w
                     value -= 1
-            elif name.endswith(".bias"):
+            elif name.endswith("bias"):
                 value = torch.randn(parameter.shape, generator=generator) * 0.3
+            elif name.endswith("sinks"):
+                value = torch.randn(parameter.shape, generator=generator)
             else:
                 value = torch.randn(parameter.shape, generator=generator) * std
+            if case.is_mxfp4 and name.endswith(MXFP4_TENSORS):
+                value = mxfp4_values(*mxfp4_codes(value)).transpose(1, 2)
             parameter.copy_(value.bfloat16())
     return model
+
+
+MXFP4_TENSORS = ("experts.gate_up_proj", "experts.down_proj")
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_BLOCK = 32
+
+
+def mxfp4_codes(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest MXFP4 of experts [E, in, out]: codes [E, out, blocks, 32] and biased exponents."""
+    num_experts, num_in, num_out = value.shape
+    rows = value.transpose(1, 2).reshape(num_experts, num_out, num_in // MXFP4_BLOCK, MXFP4_BLOCK)
+    exponents = torch.ceil(torch.log2(rows.abs().amax(dim=3) / MXFP4_VALUES[-1]))
+    scaled = rows / torch.exp2(exponents)[..., None]
+    distances = (scaled.abs()[..., None] - torch.tensor(MXFP4_VALUES)).abs()
+    codes = distances.argmin(dim=4) + 8 * (scaled < 0)
+    return codes.to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def mxfp4_values(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """What codes and exponents of `mxfp4_codes` stand for, [E, out, in]."""
+    values = torch.tensor([*MXFP4_VALUES, *(-v for v in MXFP4_VALUES)])[codes.long()]
+    return (values * torch.exp2(exponents.float() - 127)[..., None]).flatten(2)
+
+
+def store_in_mxfp4(folder: Path) -> None:
+    """Rewrite a saved folder as gpt-oss is published: experts in MXFP4, two codes a byte."""
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    for name in [name for name in tensors if name.endswith(MXFP4_TENSORS)]:
+        value = tensors.pop(name).float()
+        codes, exponents = mxfp4_codes(value)
+        assert torch.equal(mxfp4_values(codes, exponents), value.transpose(1, 2)), name
+        tensors[f"{name}_blocks"] = codes[..., ::2] + 16 * codes[..., 1::2]
+        tensors[f"{name}_scales"] = exponents
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+    config["quantization_config"] = {
+        "modules_to_not_convert": [*kept, "lm_head"],
+        "quant_method": "mxfp4",
+    }
+    write_json(folder / "config.json", config)
 
 
 def init_std(case: Case) -> float:
@@ -799,6 +889,8 @@ def load_model(folder: Path, dtype: torch.dtype, **kwargs) -> transformers.PreTr
     Not `model.to(dtype)`: that would also round the rotary frequencies to bf16, which
     `from_pretrained` leaves in float32.
     """
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        kwargs["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
@@ -861,8 +953,8 @@ def rope_tables(rotary, positions: Sequence[int], dtype: torch.dtype) -> dict[st
     name, tables = str(dtype).removeprefix("torch."), {}
     for table, (prefix, chosen) in rope_kinds(rotary).items():
         cos, sin = rotary(torch.zeros(1, dtype=dtype), torch.tensor([list(positions)]), *chosen)
-        half = cos.shape[-1] // 2
-        assert torch.equal(cos[..., :half], cos[..., half:]), "the halves of the cos table differ"
+        half = getattr(rotary, f"{prefix}inv_freq").shape[0]  # gpt-oss has one half alone
+        assert torch.equal(cos[..., :half], cos[..., -half:]), "the halves of the cos table differ"
         tables |= {
             f"{table}.inv_freq_{name}": getattr(rotary, f"{prefix}inv_freq").clone(),
             f"{table}.cos_{name}": cos[0, :, :half].clone(),
@@ -1007,6 +1099,8 @@ def make_case(case: Case, folder: Path) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     random_model(case).to(case.disk_dtype).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if case.is_mxfp4:
+        store_in_mxfp4(folder)
     if case.published is not None:
         config = json.loads((folder / "config.json").read_text())
         write_json(folder / "config_v4.json", published_config(config, case.published))

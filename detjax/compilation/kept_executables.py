@@ -30,7 +30,7 @@ from jax._src import config as jax_config  # WHY: what tracing depends on has no
 
 from detjax.compilation.donation import compile_checked
 from detjax.compilation.executable_form import read_executable, write_executable
-from detjax.compilation.kept_programs import VerifiedCache, opened_folder
+from detjax.compilation.kept_programs import VerifiedCache, compiled_anew, opened_folder
 from detjax.compilation.loaded_code import UnknownCodeError, loaded_code_hash
 from detjax.compilation.read_ahead import ReadAhead
 from detjax.compilation.source import compile_key
@@ -119,8 +119,7 @@ def compile_or_read(
     if found is not None:
         _note(ahead, folder, before)
         return found
-    # JAX would keep it too, under a hash of what it is lowered to.
-    with jax_config.persistent_cache_min_compile_time_secs(float("inf")):
+    with compiled_anew():
         compiled = compile_checked(lower(), options, devices)
     if program.name(None) == before:
         _keep(folder, before, compiled)

@@ -9,11 +9,13 @@ it was written is removed, and the program compiled again.
 """
 
 import contextlib
+import contextvars
 import functools
 import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ _installing = threading.Lock()
 _open_plain = compilation_cache.get_file_cache
 
 
+@functools.cache  # WHY: not a constant of this module: `loaded_code_hash` counts those
+def _is_out_of_use() -> contextvars.ContextVar[bool]:
+    return contextvars.ContextVar("_is_out_of_use", default=False)
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """JAX neither reads nor keeps what this thread compiles meanwhile.
+
+    What XLA:CPU has read cannot be written a second time: the bytes lack functions, and the process
+    that reads them fails when it runs the program.
+    """
+    token = _is_out_of_use().set(True)
+    try:
+        yield
+    finally:
+        _is_out_of_use().reset(token)
+
+
 class VerifiedCache(CacheInterface):
     """JAX's folder of executables, with a code in each file that its user alone can make.
 
@@ -46,6 +67,8 @@ class VerifiedCache(CacheInterface):
 
     def get(self, key: str) -> Any:
         """The bytes that were put under a key; None if nothing was, or it cannot be trusted."""
+        if _is_out_of_use().get():
+            return None
         file = self.file(key)
         try:
             held = self._read(self._name(key))
@@ -81,6 +104,8 @@ class VerifiedCache(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a program. Where several processes do, one file of theirs stays, whole."""
+        if _is_out_of_use().get():
+            return
         name = self._name(key)
         held = self._seal.code(name, value) + value
         if self._base.eviction_enabled or not self._is_local:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
+
 
 class RopeKind(enum.Enum):
     """How rotary frequencies are scaled, as Hugging Face names it (`rope_type`)."""
@@ -84,6 +86,7 @@ class ExpertConfig:
         width: Gated channels of an expert.
         renormalise: Whether the weights of a token's experts add up to 1.
         layers: Per layer: whether its feed-forward layer is such a mixture.
+        clamp: Of experts that gate with a clamped SwiGLU; they and their router have biases then.
     """
 
     num_experts: int
@@ -91,6 +94,7 @@ class ExpertConfig:
     width: int
     renormalise: bool
     layers: tuple[bool, ...]
+    clamp: SwigluClamp | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +136,8 @@ class ModelConfig:
     """Added to every gain as it is read from a file; other than 0 keeps gains in float32."""
     logits_scale: float = 1.0
     """Factor on the gain of the last norm, applied as it is read from a file."""
+    has_sinks: bool = False
+    """Whether each query head has a learned score that takes part in the softmax of its keys."""
     attention_softcap: float | None = None
     logits_softcap: float | None = None
 
@@ -144,6 +150,11 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embeddings of all layers, in the order of `layer_ropes`."""
         return self.rope, *self.other_ropes
+
+    @property
+    def has_clamped_experts(self) -> bool:
+        """Whether mixtures of experts have biases and a clamped SwiGLU."""
+        return self.experts is not None and self.experts.clamp is not None
 
     def has_experts(self, layer_idx: int) -> bool:
         """Whether a layer's feed-forward layer is a mixture of experts."""

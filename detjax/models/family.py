@@ -46,15 +46,19 @@ class ExpertKeys:
 
     Attributes:
         num_experts: Names of the key of the number of experts, the published one first.
+        top_k: Likewise of a token's experts.
         width: Key of an expert's gated channels.
         renormalise: Key of whether a token's weights add up to 1; None where they always do.
         layers: Whether `decoder_sparse_step` and `mlp_only_layers` leave layers dense.
+        clamp: Keys of `alpha` and `limit` of a `SwigluClamp`; None where experts gate as others.
     """
 
     num_experts: tuple[str, ...]
     width: str
     renormalise: str | None
     layers: bool
+    top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    clamp: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +83,14 @@ class Family:
         scales_embedding: Whether embeddings are multiplied by the root of their width, rounded to
             the weights' dtype.
         ropes: Which rotary embedding a layer has.
+        default_rope: `rope_parameters` where the file has none.
         partial_rotary: Share of a head's channels that are rotated where `partial_rotary_factor` is
             absent; None rotates all, whatever the file says.
         is_interleaved: Whether rotary embedding pairs channels 2c and 2c + 1.
         tensor_names: Of a layer's tensors: detjax's name, less ".weight", and the checkpoint's.
         fused: Projections that a checkpoint stores as one, by its name, less ".weight".
+        has_sinks: Whether each query head has a score that takes part in its softmax.
+        stacks_experts: Whether a layer's experts are one tensor, gates and ups in turn.
     """
 
     name: str
@@ -102,7 +109,10 @@ class Family:
     gain_offset: float = 0.0
     scales_embedding: bool = False
     ropes: RopeRule = RopeRule.ONE
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary: float | None = None
     is_interleaved: bool = False
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_sinks: bool = False
+    stacks_experts: bool = False

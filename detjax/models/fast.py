@@ -23,6 +23,7 @@ from detjax.models.layers import (
     Tokens,
     angles_of,
     embed_tokens,
+    expert_extras,
     normalise_all_heads,
     rope_rows,
     see_tokens,
@@ -41,6 +42,7 @@ from detjax.pallas_kernels.linear.quantized import (
     expanded,
 )
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import TP_AXIS
@@ -270,7 +272,10 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
     """A mixture of experts; the sum, on every rank."""
     config = ctx.config.experts
     assert config is not None  # whoever has a router
-    logits = product(x, weights["router"], jnp.float32)[:, : config.num_experts]
+    logits = product(x, weights["router"], jnp.float32)
+    if "router_bias" in weights:
+        logits = logits + weights["router_bias"].astype(jnp.float32)[None]
+    logits = logits[:, : config.num_experts]
     ctx.taps.see("router_logits", logits)
     chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
     if config.renormalise:
@@ -284,8 +289,15 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
     order = jnp.argsort(slots)
     group_sizes = jnp.bincount(slots, length=num_local + 1)[:num_local].astype(jnp.int32)
     rows = (order // config.top_k).astype(jnp.int32)
-    gated = swiglu(ragged_product(x[rows], weights["expert_gate_up"], group_sizes))
-    y = ragged_product(gated, weights["expert_down"], group_sizes)
+    gate_up = ragged_product(x[rows], weights["expert_gate_up"], group_sizes)
+    extras = expert_extras(config, weights)
+    if extras is None:
+        y = ragged_product(swiglu(gate_up), weights["expert_down"], group_sizes)
+    else:
+        owners = jnp.minimum(slots[order], num_local - 1)
+        gated = _clamped_swiglu(gate_up + extras.gate_up_bias[owners].astype(x.dtype), extras.clamp)
+        y = ragged_product(gated, weights["expert_down"], group_sizes)
+        y = y + extras.down_bias[owners].astype(x.dtype)
     y = jnp.where(slots[order][:, None] < num_local, y, 0)
     out = scatter_experts(y, chosen.reshape(-1)[order], rows, x.shape[0])
     return (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
@@ -303,6 +315,12 @@ def swiglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
     """Gates, then ups: `silu(gate) * up`, in float32; no claim."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def _clamped_swiglu(gate_up: Activation[Array, "M E"], clamp: SwigluClamp) -> jax.Array:
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)).astype(gate_up.dtype)
 
 
 def _geglu(gate_up: Activation[Array, "M E"]) -> Activation[Array, "M F"]:
@@ -343,6 +361,7 @@ def attention_layer(
         out, pages = rope_attention(
             qkv, cos, sin, gains, *place,
             layer=layer, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
+            sinks=weights.get("sinks"),
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
@@ -352,8 +371,9 @@ def attention_layer(
     pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(
-        q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap
-    )
+        q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap,
+        weights.get("sinks"),
+    )  # fmt: skip
     return pages, out.reshape(x.shape[0], -1)
 
 
@@ -364,6 +384,7 @@ def _gathered_attention(
     positions: Int32[Array, "B T"],
     window: int | None,
     softcap: float | None,
+    sinks: Activation[Array, " H"] | None,
 ) -> Activation[Array, "B T H C"]:
     """Attention by two products over a copy of each sequence's pages."""
     batch, query_len, num_heads, channels = q.shape
@@ -385,7 +406,14 @@ def _gathered_attention(
         scores = softcap * jnp.tanh(scores / softcap)
     is_seen = is_seen[:, None, None]
     # A row of padding sees nothing; a finite fill keeps it from NaN.
-    weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e30), axis=-1).astype(q.dtype)
+    scores = jnp.where(is_seen, scores, -1e30)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
     weights = weights.reshape(*scores.shape[:4], -1, page_len)
     out = jnp.einsum("bkgtnp,bnkpc->btkgc", weights, v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(batch, query_len, num_heads, channels)

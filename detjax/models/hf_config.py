@@ -23,6 +23,7 @@ from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
 from detjax.models.registry import find_family
 from detjax.models.tokenizer_files import read_eos_id
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
 CHECKED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -160,15 +161,7 @@ def _model_config(
     _check_keys(values, family)
     full = {**family.defaults, **values}
     hidden_size, num_heads = int_of(full, "hidden_size"), int_of(full, "num_attention_heads")
-    num_kv_heads = num_heads
-    if full["num_key_value_heads"] is not None:
-        num_kv_heads = int_of(full, "num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_attention_heads={num_heads} must be a multiple of "
-            f"num_key_value_heads={num_kv_heads}; correct the file"
-        )
-    vocab_size = int_of(full, "vocab_size")
+    vocab_size, eps = int_of(full, "vocab_size"), number_of(full, "rms_norm_eps")
     max_position = int_of(full, "max_position_embeddings")
     eos_ids = [
         token_id
@@ -179,16 +172,17 @@ def _model_config(
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
     head_dim = _head_dim(full, hidden_size=hidden_size, num_heads=num_heads)
     windows = sliding_windows(full, family.windows)
-    sizes = {"head_dim": head_dim, "max_len": max_position}
-    ropes, rope_of_layer = layer_ropes(values, family, windows=windows, **sizes)
-    eps, scales = number_of(full, "rms_norm_eps"), _scales(full, family, head_dim=head_dim)
+    ropes, rope_of_layer = layer_ropes(
+        values, family, windows=windows, head_dim=head_dim, max_len=max_position
+    )
+    scales = _scales(full, family, head_dim=head_dim)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=int_of(full, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_kv_heads(full, num_heads),
         head_dim=head_dim,
         intermediate_size=int_of(full, "intermediate_size"),
         # The residual stream is kept without its multiplier: the norms see the same direction.
@@ -211,6 +205,7 @@ def _model_config(
         embedding_scale=scales.embedding / scales.residual,
         gain_offset=family.gain_offset,
         logits_scale=1 / scales.logits,
+        has_sinks=family.has_sinks,
         attention_softcap=_softcap(full, "attn_logit_softcapping"),
         logits_softcap=_softcap(full, "final_logit_softcapping"),
     )
@@ -257,7 +252,7 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
     """Refuse every key that is not known, and every value that is not computed."""
     mapped = family.defaults.keys() | family.inert | INERT_KEYS | READ_KEYS | ROPE_KEYS
     if family.experts is not None:
-        mapped = mapped.union(family.experts.num_experts)
+        mapped = mapped.union(family.experts.num_experts, family.experts.top_k)
     if family.partial_rotary is not None:
         mapped = mapped | {"partial_rotary_factor"}
     checked = {**CHECKED_KEYS, **family.checked}
@@ -297,6 +292,19 @@ def _token_ids(values: Mapping[str, Any], key: str, vocab_size: int) -> tuple[in
     return tuple(ids)
 
 
+def _num_kv_heads(values: Mapping[str, Any], num_heads: int) -> int:
+    """As many as query heads where the file has none."""
+    if values["num_key_value_heads"] is None:
+        return num_heads
+    num_kv_heads = int_of(values, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads={num_heads} must be a multiple of "
+            f"num_key_value_heads={num_kv_heads}; correct the file"
+        )
+    return num_kv_heads
+
+
 def _head_dim(values: Mapping[str, Any], *, hidden_size: int, num_heads: int) -> int:
     if values["head_dim"] is None:
         if hidden_size % num_heads:
@@ -325,14 +333,11 @@ def _experts(
     keys = family.experts
     if keys is None:
         return None
-    names = [name for name in keys.num_experts if name in given] or [keys.num_experts[0]]
-    num_experts, top_k = int_of(values, names[0]), int_of(values, "num_experts_per_tok")
-    if any(values[name] != num_experts for name in names):
-        raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in names)} differ; keep one")
+    name, num_experts = _of_one_name(given, values, keys.num_experts)
+    top_k_name, top_k = _of_one_name(given, values, keys.top_k)
     if top_k > num_experts:
         raise ValueError(
-            f"num_experts_per_tok={top_k} must be at most {names[0]}={num_experts}; correct the "
-            "file"
+            f"{top_k_name}={top_k} must be at most {name}={num_experts}; correct the file"
         )
     layers = _expert_layers(values) if keys.layers else [True] * int_of(values, "num_hidden_layers")
     if not any(layers):
@@ -343,7 +348,23 @@ def _experts(
         width=int_of(values, keys.width),
         renormalise=keys.renormalise is None or flag_of(values, keys.renormalise),
         layers=tuple(layers),
+        clamp=None if keys.clamp is None else _clamp(values, *keys.clamp),
     )
+
+
+def _of_one_name(
+    given: Mapping[str, Any], values: Mapping[str, Any], names: tuple[str, ...]
+) -> tuple[str, int]:
+    """A number that has several names, and the name that the file uses."""
+    used = [name for name in names if name in given] or [names[0]]
+    number = int_of(values, used[0])
+    if any(values[name] != number for name in used):
+        raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in used)} differ; keep one")
+    return used[0], number
+
+
+def _clamp(values: Mapping[str, Any], alpha: str, limit: str) -> SwigluClamp:
+    return SwigluClamp(alpha=number_of(values, alpha), limit=number_of(values, limit))
 
 
 def _expert_layers(values: Mapping[str, Any]) -> list[bool]:

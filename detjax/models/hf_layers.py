@@ -64,6 +64,8 @@ def layer_ropes(
         )  # fmt: skip
         return dataclasses.replace(rope, is_interleaved=family.is_interleaved)
 
+    if family.default_rope and not any(map(values.get, ("rope_scaling", "rope_parameters"))):
+        values = {**values, "rope_parameters": dict(family.default_rope)}
     theta = family.defaults["rope_theta"]
     match family.ropes:
         case RopeRule.ONE:

@@ -47,6 +47,7 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads
@@ -243,6 +244,7 @@ def attend(
         profile=ctx.profile,
         backend=ctx.backend,
         prefetch=_prefetched(weights["o"]),
+        sinks=weights.get("sinks"),
     )
     return pages, out.reshape(batch * length, -1)
 
@@ -295,6 +297,7 @@ def attend_from(
         layer=layer,
         window=config.sliding_windows[layer],
         softcap=config.attention_softcap,
+        sinks=weights.get("sinks"),
         profile=ctx.profile,
         backend=ctx.backend,
     )
@@ -355,6 +358,17 @@ def fuses_experts(ctx: ForwardContext) -> bool:
     return ctx.tp == 1 and isinstance(ctx.taps, NoTaps)
 
 
+def expert_extras(config: ExpertConfig, weights: dict) -> ClampedExperts | None:
+    """Biases and clamp of this rank's experts, if they have them."""
+    if config.clamp is None:
+        return None
+    return ClampedExperts(
+        gate_up_bias=weights["expert_gate_up_bias"],
+        down_bias=weights["expert_down_bias"],
+        clamp=config.clamp,
+    )
+
+
 def mix_experts(
     ctx: ForwardContext, weights: dict, gain: Activation[Array, " D"], stream: Stream
 ) -> Stream:
@@ -373,7 +387,7 @@ def mix_experts(
     config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
     assert config is not None  # whoever has a router
     residual, eps = stream.residual, ctx.config.rms_norm_eps
-    f32 = jnp.dtype(jnp.float32)
+    f32, extras = jnp.dtype(jnp.float32), expert_extras(config, weights)
     if isinstance(residual, UnaddedSubtrees):
         logits, residual, x = combine_norm_linear(
             residual.leaf_sums, residual.residual, weights["mlp_norm"], weights["router"],
@@ -381,12 +395,13 @@ def mix_experts(
         )  # fmt: skip
     else:
         x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
-        logits = linear(x, weights["router"], out_dtype=f32, backend=backend)
+        bias = weights.get("router_bias")
+        logits = linear(x, weights["router"], bias, out_dtype=f32, backend=backend)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
         y, expert_weights = route_mlp(
             x, logits, weights["expert_gate_up"], weights["expert_down"],
-            top_k=config.top_k, renormalise=config.renormalise, backend=backend,
+            top_k=config.top_k, renormalise=config.renormalise, extras=extras, backend=backend,
         )  # fmt: skip
         late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
         return Stream(residual=late, x=None)
@@ -394,7 +409,8 @@ def mix_experts(
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
             x, logits, weights["expert_gate_up"], weights["expert_down"], residual, gain,
-            top_k=config.top_k, renormalise=config.renormalise, eps=eps, backend=backend,
+            top_k=config.top_k, renormalise=config.renormalise, eps=eps, extras=extras,
+            backend=backend,
         )  # fmt: skip
         return Stream(*added)
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
@@ -435,6 +451,7 @@ def _own_experts(
         weights["expert_down"],
         first_expert=first_expert,
         num_ranks=ctx.tp,
+        extras=expert_extras(config, weights),
         backend=ctx.backend,
     )
     return y, expert_weights
@@ -588,6 +605,7 @@ def row_parallel_norm(
         return Stream(residual=residual, x=None)
     experts = ctx.config.experts
     is_before_router = fuses_experts(ctx) and experts is not None and all(experts.layers)
+    is_before_router = is_before_router and not ctx.config.has_clamped_experts  # no bias there
     if is_before_router and bias is None and defers_sum(x, w, reduction=reduction, backend=backend):
         # WHY: a launch a layer fewer, as the router's product adds and normalises as well.
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)

@@ -25,7 +25,7 @@ from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.expand import describe_quantization
-from detjax.models.quantization.scheme import QuantizationScheme, as_w8a8
+from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
 from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
@@ -433,8 +433,8 @@ def load_model(
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
-    is_saved, is_quantized = has_saved_params(folder), read_quantization(folder) is not None
-    form = _matrix_form(quantized_weights, is_quantized, profile, backend)
+    is_saved, stored = has_saved_params(folder), read_quantization(folder)
+    form = _matrix_form(quantized_weights, stored, profile, backend)
     scheme = _scheme_of(folder, form)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
@@ -482,7 +482,7 @@ def _scheme_of(folder: Path, form: MatrixForm) -> QuantizationScheme | None:
 
 
 def _matrix_form(
-    mode: str, is_quantized: bool, profile: NumericsProfile, backend: Backend
+    mode: str, scheme: QuantizationScheme | None, profile: NumericsProfile, backend: Backend
 ) -> MatrixForm:
     """How quantised matrices lie on the devices.
 
@@ -492,13 +492,18 @@ def _matrix_form(
     if mode not in MODES:
         raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
-    reads_codes = KERNELS[backend].reads_codes
+    can_pack = scheme is not None and scheme.layout != MXFP4
     if mode in ("auto", "expanded"):
-        packs = mode == "auto" and is_quantized and is_bfloat16 and reads_codes
+        packs = mode == "auto" and can_pack and is_bfloat16 and KERNELS[backend].reads_codes
         return MatrixForm.PACKED if packs else MatrixForm.EXPANDED
-    if not is_quantized:
+    if scheme is None:
         raise ValueError(
             f"quantized_weights={mode!r} needs a quantised model, and this one is not; leave it out"
+        )
+    if not can_pack:
+        raise ValueError(
+            f"quantized_weights={mode!r} does not go with {str(scheme)!r}: products read codes of "
+            "matrices, and these are experts; use 'auto'"
         )
     if not is_bfloat16 or mode == "w8a8" and profile.activation_dtype.name != "bfloat16":
         raise ValueError(

@@ -14,8 +14,12 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "router": [Up, D],                   # if config.has_experts(i), and then no
                "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
                "expert_down": [U, D, F],
+               "router_bias": [Up],                 # if config.has_clamped_experts
+               "expert_gate_up_bias": [U, 2 F],     # likewise, of gates, then of ups
+               "expert_down_bias": [U, D],          # likewise
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
                "o_bias": [D],                       # if config.o_bias
+               "sinks": [H],                        # if config.has_sinks
                "q_norm": [C], "k_norm": [C],        # if config.qk_norm
                "q_norm_whole": [H*C], "k_norm_whole": [K*C], # if config.is_qk_norm_whole
                "attn_norm_after": [D], "mlp_norm_after": [D]}, ...]} # if config.norms says AFTER
@@ -164,7 +168,9 @@ _ATTN_NORM_AFTER = _one("attn_norm_after", "post_self_attn_layernorm.weight", "D
 _MLP_NORM = _one("mlp_norm", "post_attention_layernorm.weight", "D")
 _MLP_NORM_AFTER = _one("mlp_norm_after", "post_mlp_layernorm.weight", "D")
 
-_ROUTER = (Tensor("router", "mlp.gate.weight", "U D", _mixtral("gate.weight")),)
+_ROUTER_NAMES = (*_mixtral("gate.weight"), ("gpt_oss", "mlp.router.weight"))
+_ROUTER = (Tensor("router", "mlp.gate.weight", "U D", _ROUTER_NAMES),)
+_ROUTER_BIAS = _one("router_bias", "mlp.router.bias", "U")
 _EXPERT_GATE_UP = (
     Tensor(
         "expert_gate", "mlp.experts.{}.gate_proj.weight", "XF D", _mixtral("experts.{}.w1.weight")
@@ -178,6 +184,10 @@ _EXPERT_DOWN = (
 )
 
 
+_EXPERT_GATE_UP_BIAS = _one("expert_gate_up_bias", "mlp.experts.{}.gate_up_proj.bias", "XE")
+_EXPERT_DOWN_BIAS = _one("expert_down_bias", "mlp.experts.{}.down_proj.bias", "D")
+
+
 def _has(name: str) -> Callable[[ModelConfig, int], bool]:
     """Whether a switch of the model is on."""
     return lambda config, _: getattr(config, name)
@@ -185,6 +195,7 @@ def _has(name: str) -> Callable[[ModelConfig, int], bool]:
 
 _HAS_QKV_BIAS, _HAS_O_BIAS, _HAS_QK_NORM = _has("qkv_bias"), _has("o_bias"), _has("qk_norm")
 _HAS_QK_NORM_WHOLE = _has("is_qk_norm_whole")
+_HAS_SINKS = _has("has_sinks")
 
 
 def _normalises_before(config: ModelConfig, _: int) -> bool:
@@ -197,6 +208,10 @@ def _normalises_after(config: ModelConfig, _: int) -> bool:
 
 def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
     return config.has_experts(layer_idx)
+
+
+def _has_clamped_experts(config: ModelConfig, layer_idx: int) -> bool:
+    return config.has_clamped_experts and config.has_experts(layer_idx)
 
 
 def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
@@ -213,14 +228,18 @@ LAYER = (
     Param("k_norm_whole", GAIN, WHOLE, _K_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC")),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
+    Param("sinks", BIAS, ROWS, _one("sinks", "self_attn.sinks", "H"), _HAS_SINKS),
     Param("attn_norm_after", GAIN, WHOLE, _ATTN_NORM_AFTER, _normalises_after),
     Param("mlp_norm", GAIN, WHOLE, _MLP_NORM, _normalises_before),
     Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
     Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F"), _is_dense),
     Param("mlp_norm_after", GAIN, WHOLE, _MLP_NORM_AFTER, _normalises_after),
     Param("router", EXPERT, WHOLE, _ROUTER, _has_experts),
+    Param("router_bias", BIAS, WHOLE, _ROUTER_BIAS, _has_clamped_experts),
     Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, _has_experts),
+    Param("expert_gate_up_bias", BIAS, ROWS, _EXPERT_GATE_UP_BIAS, _has_clamped_experts),
     Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
+    Param("expert_down_bias", BIAS, ROWS, _EXPERT_DOWN_BIAS, _has_clamped_experts),
 )  # fmt: skip
 """What stands in every layer."""
 
@@ -232,10 +251,17 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F."""
+    """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F.
+
+    "XE" are an expert's gates and ups.
+    """
     experts = config.experts
+    of_experts = {}
+    if experts is not None:
+        of_experts = {"U": experts.num_experts, "XF": experts.width, "XE": 2 * experts.width}
     return {
-        **({} if experts is None else {"U": experts.num_experts, "XF": experts.width}),
+        **of_experts,
+        "H": config.num_heads,
         "D": config.hidden_size,
         "V": config.vocab_size,
         "F": config.intermediate_size,

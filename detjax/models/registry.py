@@ -430,6 +430,54 @@ FAMILIES: tuple[Family, ...] = (
         checked=_GEMMA_CHECKED,
         inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
     ),
+    # gpt-oss: sinks, windows in every other layer, and mixtures of experts with biases and a clamp.
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        qkv_bias=BiasRule.AS_CONFIGURED,
+        o_bias=BiasRule.AS_CONFIGURED,
+        windows=WindowRule.BY_PATTERN,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        has_sinks=True,
+        stacks_experts=True,
+        # OpenAI's name of what rope_scaling has; transformers does not read it.
+        inert=ROUTER_TRAINING | {"initial_context_length"},
+        experts=ExpertKeys(
+            num_experts=("num_local_experts", "num_experts"),
+            top_k=("num_experts_per_tok", "experts_per_token"),
+            width="intermediate_size",
+            renormalise=None,
+            layers=False,
+            clamp=("swiglu_alpha", "swiglu_limit"),
+        ),
+    ),
 )
 
 

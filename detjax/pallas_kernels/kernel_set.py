@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
 Gains = tuple[jax.Array, jax.Array] | None
 
@@ -153,19 +155,19 @@ class KernelSet(Protocol):
 
     def attention(
         self, q, pages, page_table, positions, layer: int,
-        *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+        *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
     ) -> jax.Array:  # fmt: skip
         """See `attention.api.attention`."""
         ...
 
     def rope_attention(
         self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int,
-        *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+        *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""
         ...
 
-    def swiglu(self, gate_up) -> jax.Array:
+    def swiglu(self, gate_up, *, clamp: SwigluClamp | None = None) -> jax.Array:
         """See `swiglu.api.swiglu`."""
         ...
 
@@ -184,7 +186,15 @@ class KernelSet(Protocol):
         ...
 
     def expert_mlp(
-        self, x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int
+        self,
+        x,
+        expert_ids,
+        w_gate_up,
+        w_down,
+        *,
+        first_expert,
+        num_ranks: int,
+        extras: ClampedExperts | None = None,
     ) -> jax.Array:
         """See `moe.api.expert_mlp`."""
         ...
@@ -196,7 +206,15 @@ class KernelSet(Protocol):
         ...
 
     def route_mlp(
-        self, x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
+        self,
+        x,
+        logits,
+        w_gate_up,
+        w_down,
+        *,
+        top_k: int,
+        renormalise: bool,
+        extras: ClampedExperts | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """See `moe.api.route_mlp`."""
         ...
@@ -213,7 +231,7 @@ class KernelSet(Protocol):
 
     def route_mlp_add_rms_norm(
         self, x, logits, w_gate_up, w_down, residual, gain,
-        *, top_k: int, renormalise: bool, eps: float,
+        *, top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `moe.api.route_mlp_add_rms_norm`."""
         ...

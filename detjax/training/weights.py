@@ -68,6 +68,8 @@ def why_not_trained(config: ModelConfig) -> str | None:
         "gains in float32": any(
             spec.is_wide for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
         ),
+        "sinks": config.has_sinks,
+        "experts with biases": config.has_clamped_experts,
         "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]

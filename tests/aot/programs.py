@@ -427,9 +427,10 @@ FAMILIES = {
         "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
         "sliding_window": 1024, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 6,
     },
+    "gpt_oss": {"num_local_experts": 32, "num_hidden_layers": 24},
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
-Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, and the text decoder of Gemma 3 27B."""
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
@@ -686,6 +687,10 @@ PROGRAMS = {
     "olmo3_prefill": lambda: family_step("olmo3", "prefill", rows=1, length=512, table_len=64),
     "exaone4_decode": lambda: family_step("exaone4", "decode", rows=8, table_len=10),
     "gemma3_decode": lambda: family_step("gemma3_text", "decode", rows=8, table_len=10),
+    "gpt_oss_decode_one": lambda: family_step("gpt_oss", "decode", rows=1, table_len=10),
+    "gpt_oss_decode": lambda: family_step("gpt_oss", "decode", rows=8, table_len=10),
+    "gpt_oss_decode_many": lambda: family_step("gpt_oss", "decode", rows=64, table_len=10),
+    "gpt_oss_prefill": lambda: family_step("gpt_oss", "prefill", rows=1, length=512, table_len=64),
     "gemma3_prefill": lambda: family_step(
         "gemma3_text", "prefill", rows=1, length=512, table_len=64
     ),

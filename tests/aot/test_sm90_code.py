@@ -264,11 +264,13 @@ def test_prefill_attention_spills_nothing():
     [
         "glm4_decode",
         "olmo3_prefill",
+        "gpt_oss_decode",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in (
                 "granite_decode", "smollm3_decode", "phi3_decode", "glm4_prefill", "olmo3_decode",
-                "exaone4_decode", "gemma3_decode", "gemma3_prefill",
+                "exaone4_decode", "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
+                "gpt_oss_decode_many", "gpt_oss_prefill",
             )
         ),
     ],

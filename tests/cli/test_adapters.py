@@ -32,6 +32,7 @@ def run(capsys, *options: str) -> list[dict]:
     return [json.loads(line) for line in told.out.splitlines()]
 
 
+@pytest.mark.slow
 def test_prompts_have_adapters_of_their_own_and_are_the_same_in_other_runs(
     capsys, tmp_path, folders
 ):

@@ -25,6 +25,11 @@ from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 X = np.linspace(0, 1, 64, dtype=np.float32)
 
 
+@pytest.fixture(autouse=True)
+def compiled_here(cache_folder):
+    """No program is read from the folder of the run: what was read cannot be written."""
+
+
 def compiled(step, *operands, **options):
     return jax.jit(step, **options).lower(*operands).compile()
 

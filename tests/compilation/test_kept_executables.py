@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Executables that are read under a name of what they are traced from."""
 
+import contextlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import detjax
 from detjax.compilation import kept_executables
@@ -44,7 +46,7 @@ class Step:
         donate=(),
     ) -> Any:  # fmt: skip
         place = jax.devices()[device]
-        sharding = jax.sharding.SingleDeviceSharding(place)
+        sharding = SingleDeviceSharding(place)
         operand = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         def lower():
@@ -86,6 +88,35 @@ def test_jax_does_not_keep_it_a_second_time(of_build):
     assert not list(of_build.glob("jit__lambda*"))
     jax.block_until_ready(jax.jit(lambda x: x * 5 + 3)(X))
     assert list(of_build.glob("jit__lambda*")), "the probe: others are kept by JAX as before"
+
+
+def test_what_jax_has_kept_of_the_same_program_is_not_kept_again(of_build):
+    """XLA:CPU leaves functions out of what it writes of an executable that it has read."""
+    want = Step().run()
+    (first,) = kept(of_build)
+    step = jax.jit(lambda x: jnp.sin(x) * float(ngram.LONGEST) + x)
+    operand = jax.ShapeDtypeStruct(
+        X.shape, X.dtype, sharding=SingleDeviceSharding(jax.devices()[0])
+    )
+    step.lower(operand).compile(EXACT_OPTIONS)
+    assert list(of_build.glob("jit__lambda*")), "the probe: JAX has kept the program"
+    first.unlink()
+    for claim in ("compiled", "read"):
+        assert_bitwise_equal(Step().run(), want, claim=claim)
+    assert len(kept(of_build)) == 1
+
+
+@pytest.mark.control
+def test_control_an_executable_that_was_read_cannot_be_written(of_build, monkeypatch):
+    monkeypatch.setattr(kept_executables, "compiled_anew", contextlib.nullcontext)
+    step = jax.jit(lambda x: jnp.sin(x) * float(ngram.LONGEST) + x)
+    operand = jax.ShapeDtypeStruct(
+        X.shape, X.dtype, sharding=SingleDeviceSharding(jax.devices()[0])
+    )
+    step.lower(operand).compile(EXACT_OPTIONS)
+    Step().run()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not found"):
+        Step().run()
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_drafts_go_on_after_preemption_a_found_prefix_sleep_and_other_weights(en
     assert made.stats().num_windows > before + 10
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_head_beside_logprobs_of_a_prompt_changes_no_bit(engine):
     sampling = SamplingParams(max_tokens=20, prompt_logprobs=2, logprobs=2)
@@ -191,6 +192,7 @@ def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, accept
     )
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_head_on_two_replicas_changes_no_bit(plain):
     model = dummy_model(MODEL, dp=2)

@@ -19,6 +19,7 @@ from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
 KEY = ProgramKey(
@@ -85,7 +86,7 @@ def served(mode: str, num_deterministic: int) -> tuple[Engine, dict[int, list[tu
     return made, answers
 
 
-@pytest.mark.parametrize("num_deterministic", [1, NUM])
+@pytest.mark.parametrize("num_deterministic", quick_and_slow([NUM], [1]))
 def test_a_drafted_sequence_costs_its_verifications_and_no_more(num_deterministic):
     """Of launches, and of what the host sends for them."""
     undrafted, canonical = served("invariant", NUM)

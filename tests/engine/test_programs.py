@@ -136,6 +136,7 @@ def test_choice_programs_do_no_arithmetic_outside_kernels(length):
         assert float_arithmetic_outside_kernels(program.function, *program.operands) == []
 
 
+@pytest.mark.slow
 def test_what_leaves_logits_writes_them_into_the_array_it_is_given():
     """A step of fewer rows than the choice program's too; nothing of the vocabulary is copied."""
     model = dummy_model(dummy_config())
@@ -170,6 +171,7 @@ def test_a_program_is_compiled_once_whoever_asks_and_prefills_may_be_others(monk
     assert keys[0] in drafted and set(own) == set(drafted) == set(keys)
 
 
+@pytest.mark.slow
 def test_the_verify_step_does_not_copy_the_cache():
     model = dummy_model(dummy_config())
     programs = ProgramCache(model, num_pages=7, num_slots=3, window_len=4)

@@ -263,6 +263,7 @@ def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch
     assert made.self_check_error == ""
 
 
+@pytest.mark.slow
 def test_a_start_compiles_in_the_order_of_the_check(evidence, monkeypatch):
     """So no check waits for a program that is behind others in the queue."""
     made = make_engine(decode_lens=(128,), decode_batches=(1,), batch_size=2)

@@ -39,6 +39,7 @@ def answered(llm: detjax.LLM):
     return dataclasses.replace(completion, weight_version=0)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("config", "options"),

@@ -114,6 +114,7 @@ def test_rows_without_adapters_have_the_bits_of_a_model_without_room_for_them():
     assert [one.digest() for one in got] == [one.digest() for one in want]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_answers_do_not_depend_on_evictions_and_sizes_of_slots():
     """Fewer slots than adapters, so that each is loaded again and again; slots of 128 ranks."""
@@ -140,6 +141,7 @@ def test_answers_do_not_depend_on_preemptions():
     assert_same(got, want, "preempted")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(("dp", "tp"), quick_and_slow([(2, 2)], [(1, 4), (1, 2), (4, 2)]))
 def test_answers_with_adapters_are_bitwise_mesh_invariant(dp, tp):

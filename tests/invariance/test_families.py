@@ -33,8 +33,9 @@ from detjax.training.weights import master_params, why_not_trained
 from .faults import order_by_company
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-QUICK = ("olmo3",)
-"""Norms after, norms over all heads, windows in some layers, two rotary embeddings."""
+QUICK = ("olmo3", "gpt_oss")
+"""Norms after, norms over all heads, windows in some layers, two rotary embeddings; sinks and
+mixtures of experts with biases."""
 
 OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 """Families whose features test_answers.py and test_expert_answers.py have."""
@@ -83,7 +84,9 @@ def assert_same(got: list[Completion], want: list[Completion], claim: str) -> No
 
 @EVERY
 def test_probe_depends_on_order(case):
-    w = np.asarray(model(case).params["layers"][0]["down"], np.float32)
+    layer = model(case).params["layers"][0]
+    w = layer["down"] if "down" in layer else layer["expert_down"][0]
+    w = np.asarray(w, np.float32)
     assert_order_sensitive(w * np.linspace(0.5, 2, w.shape[1], dtype=np.float32))
     assert len({c.token_ids for c in alone(case)}) > 5
 
@@ -109,6 +112,7 @@ def test_prefill_and_decode_have_the_same_bits(case):
         assert_bitwise_equal(decoded.astype(np.float32), np.stack(completion.logprobs), claim=where)
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("mesh", quick_and_slow([(1, 4)], [((1, 2),), ((2, 2),)]), ids=str)
 def test_a_mesh_changes_nothing(case, mesh):
@@ -118,6 +122,7 @@ def test_a_mesh_changes_nothing(case, mesh):
     assert_same(got, alone(case), f"{case} on {mesh}")
 
 
+@pytest.mark.slow
 @EVERY
 def test_training_has_the_bits_of_serving_or_says_why_not(case):
     made = model(case)
@@ -125,7 +130,7 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
     if why is not None:
         with pytest.raises(ValueError, match="cannot be trained"):
             master_params(made)
-        assert case in ("gemma2", "gemma3", "granite"), why
+        assert case in ("gemma2", "gemma3", "gpt_oss", "gpt_oss_bfloat16", "granite"), why
         return
     done = alone(case)[:4]
     ctx = ForwardContext(config=made.config, profile=made.profile, backend=made.backend, tp=1)
@@ -152,7 +157,7 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
         assert bool(jnp.isfinite(leaf).all() and jnp.any(leaf != 0)), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("case", CASES)
+@EVERY
 def test_the_step_computes_in_kernels_alone(case):
     """On two ranks, which split the heads that one norm covers."""
     made = model(case, tp=2)

@@ -91,7 +91,7 @@ def assert_same(actual: Completion, expected: Completion, what: str) -> None:
     ("config", "order"),
     [
         ({"batch_size": 1}, 1),
-        ({"batch_size": 8, "prefill_chunk": 16}, -1),
+        pytest.param({"batch_size": 8, "prefill_chunk": 16}, -1, marks=pytest.mark.slow),
         pytest.param({"mode": "dvr", "verify_window": 4}, -1, marks=pytest.mark.slow),
     ],
     ids=["alone", "other company", "dvr"],

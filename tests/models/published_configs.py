@@ -186,6 +186,24 @@ OLMO3: Config = OLMO2 | {
         "original_max_position_embeddings": 8192, "rope_type": "yarn",
     },
 }  # fmt: skip
+GPT_OSS: Config = {
+    "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
+    "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "sliding_window": 128, "swiglu_limit": 7.0,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
 EXAONE4: Config = {
     "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 361, "head_dim": 128,
     "layer_types": mixed(64, 4), "pad_token_id": 0, "rope_theta": 1000000, "sliding_window": 4096,
@@ -393,6 +411,12 @@ LOADED: dict[str, tuple[Config, int]] = {
     "EXAONE-4.0-32B": (
         _config("Exaone4ForCausalLM", "exaone4", (102400, 5120, 27392, 64, 40, 8, 131072),
                 **EXAONE4), 131072),
+    "gpt-oss-20b": (
+        _config("GptOssForCausalLM", "gpt_oss", (201088, 2880, 2880, 24, 64, 8, 131072),
+                layer_types=mixed(24, 2), **GPT_OSS), 131072),
+    "gpt-oss-120b": (
+        _config("GptOssForCausalLM", "gpt_oss", (201088, 2880, 2880, 36, 64, 8, 131072),
+                layer_types=mixed(36, 2), **GPT_OSS | {"num_local_experts": 128}), 131072),
     "gemma-2-9b-it": (
         gemma("Gemma2ForCausalLM", "gemma2", 256000, 3584, 14336, 42, 16, 8, 8192, **GEMMA2), 8192),
     "gemma-3-1b-it": (

@@ -15,6 +15,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from detjax.models.template_process import OWN, TOLD, UNKNOWN, Traced, concat, make_environment
 from detjax.models.tokenizer import Tokenizer
+from detjax.testing.cases import quick_and_slow
 
 from .chat_families import FAMILIES
 from .test_tokenizer import byte_fallback, byte_level, write_folder
@@ -102,7 +103,7 @@ def without_signs(text: str) -> str:
     return re.sub(r"\W", "~", text)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_and_slow(list(FAMILIES)[:4], FAMILIES))
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), has_call=st.booleans())
 def test_no_pieces_of_text_join_to_a_control_token(tokenizer_of, family, data, has_call):

@@ -50,6 +50,8 @@ from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config
 from detjax.testing.folders import write_model_folder
 
+from .published_configs import AWQ
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
@@ -465,6 +467,7 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
         found(engine(model), requests)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("scheme", "tp"),
@@ -717,13 +720,14 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
 )  # fmt: skip
 def test_where_weights_stay_packed(mode, backend, is_packed):
     form = MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED
-    assert loading._matrix_form(mode, True, NumericsProfile(), backend) is form
+    awq = parse_quantization({"quantization_config": AWQ})
+    assert loading._matrix_form(mode, awq, NumericsProfile(), backend) is form
     wide = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     if mode == "packed":
         with pytest.raises(ValueError, match="does not go with float32 weights"):
-            loading._matrix_form(mode, True, wide, backend)
+            loading._matrix_form(mode, awq, wide, backend)
     else:
-        found = loading._matrix_form(mode, True, wide, backend)
+        found = loading._matrix_form(mode, awq, wide, backend)
         assert found is MatrixForm.EXPANDED
 
 

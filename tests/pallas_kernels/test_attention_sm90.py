@@ -50,10 +50,10 @@ def without_future(pages, table, length):
     return pages.at[0, table[0, page:]].set(jnp.nan)
 
 
-def attend(q, pages, table, positions, window=None, is_interpreted=False):
+def attend(q, pages, table, positions, window=None, sinks=None, is_interpreted=False):
     return sm90.attention(
         q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
-        window=window, profile=PROFILE, is_interpreted=is_interpreted,
+        window=window, profile=PROFILE, sinks=sinks, is_interpreted=is_interpreted,
     )  # fmt: skip
 
 
@@ -279,7 +279,9 @@ def test_control_a_load_that_leaves_out_written_keys_differs(monkeypatch):
     assert differs.any()
 
 
-def check_against_portable(positions, *, kv_heads, group, channels, window=None, run=attend):
+def check_against_portable(
+    positions, *, kv_heads, group, channels, window=None, run=attend, has_sinks=False
+):
     """Compare with the portable kernel; what nobody may read is NaN."""
     positions = np.asarray(positions, np.int32)
     batch, num_pages = len(positions), 12
@@ -294,9 +296,13 @@ def check_against_portable(positions, *, kv_heads, group, channels, window=None,
                 pages[0, page] = np.nan
     operands = (jnp.asarray(pages), jnp.asarray(table, jnp.int32), jnp.asarray(positions))
     q = normal((*positions.shape, kv_heads * group, channels), 2)
-    actual = run(q, *operands, window=window, is_interpreted=True)
-    expected = portable.attention(q, *operands, 0, window=window, profile=PROFILE)
+    sinks = {"sinks": normal((kv_heads * group,), 3, 4.0)} if has_sinks else {}
+    actual = run(q, *operands, window=window, is_interpreted=True, **sinks)
+    expected = portable.attention(q, *operands, 0, window=window, profile=PROFILE, **sinks)
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if has_sinks:  # The probe: without them the outputs are others.
+        bare = portable.attention(q, *operands, 0, window=window, profile=PROFILE)
+        assert np.linalg.norm(np.asarray(bare, np.float64) - b) > 2**-4 * np.linalg.norm(b)
     assert np.linalg.norm(b) > 0
     assert np.linalg.norm(a - b) <= 2**-8 * np.linalg.norm(b)
     assert (a[positions < 0] == 0).all()
@@ -318,6 +324,33 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
     check_against_portable(
         positions, kv_heads=kv_heads, group=group, channels=channels, window=window
     )
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_heads", "group", "channels", "window"),
+    [
+        pytest.param([[1300], [-1], [5]], 2, 8, 64, None, id="decode"),
+        pytest.param([[700], [1290]], 1, 8, 64, 128, id="decode-window", marks=SLOW),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd", marks=SLOW),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 4, 64, 128, id="verify-window"),
+        pytest.param(
+            np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill", marks=SLOW
+        ),
+    ],
+)
+def test_sinks_agree_with_portable(positions, kv_heads, group, channels, window):
+    """Merged by the second kernel of decode, or by the one of prefill and of windows."""
+    check_against_portable(
+        positions, kv_heads=kv_heads, group=group, channels=channels, window=window, has_sinks=True
+    )
+
+
+def test_schedules_that_merge_in_a_cta_refuse_sinks():
+    dims = jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jnp.zeros((1, 4, 2, 1, 128, 64), jnp.bfloat16)
+    place = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.int32(0)
+    config = sm90.DecodeConfig(whole_sequences=True)
+    with pytest.raises(ValueError, match="has no sinks"):
+        sm90.decode(*dims, *place, jnp.zeros(8), config=config, is_interpreted=True)
 
 
 @pytest.mark.parametrize(

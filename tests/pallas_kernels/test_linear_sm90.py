@@ -332,6 +332,17 @@ def test_combine_takes_rows_that_are_no_whole_blocks(num_rows):
     assert_bitwise_equal(out, want, claim="narrow rows are combined as the specification says")
 
 
+@pytest.mark.parametrize("num_rows", [1, 200, 300, 4000])
+def test_a_product_with_a_bias_and_22_tiles_and_a_half_lowers(num_rows):
+    """The output projection of gpt-oss: 2880 outputs, each with a bias."""
+    reduction = Reduction(num_leaves=8, leaf_len=512)
+    shapes = ((num_rows, 4096), (2880, 4096), (num_rows, 2880), (2880,))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    run = functools.partial(sm90.linear_add, reduction=reduction)
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
 def small_integers(num_rows: int, num_out: int, k_len: int):
     """bf16 operands whose every sum is exact, in eighths."""
     rng = np.random.default_rng(3)

@@ -14,8 +14,11 @@ from detjax.models.fast import ragged_product, scatter_experts
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.portable import exp_below
 from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -150,6 +153,40 @@ def by_hand(x: jax.Array) -> np.ndarray:
 
 def chosen(rows: np.ndarray, ids) -> np.ndarray:
     return np.take_along_axis(rows, np.asarray(ids)[:, :, None], axis=1)
+
+
+def test_an_expert_with_biases_has_the_bits_of_a_dense_layer_with_them():
+    """Each row and expert alone: products with biases, and the gate between them."""
+    x, ids = bf16(1, 5, D), jnp.asarray([[0, 2, 1], [3, 7, 0], [2, 1, 4], [5, 6, 7], [1, 0, 6]])
+    w_gate_up, w_down = bf16(2, NUM_EXPERTS, 2 * F, D), bf16(3, NUM_EXPERTS, D, F)
+    clamp = SwigluClamp(alpha=1.702, limit=1.0)
+    extras = ClampedExperts(
+        gate_up_bias=bf16(4, NUM_EXPERTS, 2 * F), down_bias=bf16(5, NUM_EXPERTS, D), clamp=clamp
+    )
+    y = expert_mlp(x, ids, w_gate_up, w_down, first_expert=0, extras=extras, **ON)
+    for row in range(len(x)):
+        for rank, expert in enumerate(np.asarray(ids[row])):
+            one = x[row : row + 1]
+            gate_up = linear(
+                one, w_gate_up[expert], extras.gate_up_bias[expert], out_dtype=one.dtype, **ON
+            )
+            hidden = swiglu(gate_up, clamp=clamp, **ON)
+            bias = extras.down_bias[expert]
+            want = linear(hidden, w_down[expert], bias, out_dtype=one.dtype, **ON)
+            assert_bitwise_equal(y[row, rank], want[0], claim=f"row {row}, expert {expert}")
+
+
+def test_biases_of_other_shapes_are_refused():
+    w_gate_up, w_down = bf16(2, NUM_EXPERTS, 2 * F, D), bf16(3, NUM_EXPERTS, D, F)
+    extras = ClampedExperts(
+        gate_up_bias=bf16(4, NUM_EXPERTS, F), down_bias=bf16(5, NUM_EXPERTS, D),
+        clamp=SwigluClamp(alpha=1.0, limit=1.0),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="must be one a row"):
+        expert_mlp(
+            bf16(1, 1, D), jnp.zeros((1, 1), jnp.int32), w_gate_up, w_down,
+            first_expert=0, extras=extras, **ON,
+        )  # fmt: skip
 
 
 @pytest.mark.invariance

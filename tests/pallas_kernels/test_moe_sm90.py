@@ -21,11 +21,14 @@ from detjax.pallas_kernels.linear.api import linear, linear_swiglu
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import portable, sm90
+from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.sm90_combine import unsort_rows
 from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul_few, routed_matmul_few
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
 from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -306,8 +309,62 @@ def test_interpreted_experts_agree_with_portable(name, num_rows, first, num_loca
     np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
 
 
+def clamped(shape: MoeShape, num_local: int) -> ClampedExperts:
+    """Biases as large as the products, and a limit that half of them reach."""
+    rng = np.random.default_rng(4)
+    drawn = (rng.standard_normal((num_local, n)) for n in (2 * shape.width, shape.hidden_size))
+    gate_up, down = (jnp.asarray(values, BF16) for values in drawn)
+    clamp = SwigluClamp(alpha=1.702, limit=0.75)
+    return ClampedExperts(gate_up_bias=gate_up, down_bias=down, clamp=clamp)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [128, 384])
+@pytest.mark.parametrize(
+    ("name", "num_rows", "first", "num_local"),
+    [("few", 3, 1, 2), ("placed_8", 9, 1, 2), ("tall", 40, 0, 2)],
+)
+def test_interpreted_experts_with_biases_agree_with_portable(name, num_rows, first, num_local):
+    """An output is found beside its own bias, and gates and ups are clamped."""
+    x, ids = wide_rows(num_rows, TINY.hidden_size), some_ids(num_rows, TINY)
+    operands = (x, jnp.asarray(ids), *weights(TINY, num_local))
+    extras = clamped(TINY, num_local)
+    y = sm90.expert_mlp(
+        *operands, first_expert=first, extras=extras, tiles=(FEW | VARIANTS)[name],
+        interpret=INTERPRET,
+    )  # fmt: skip
+    want, bare = (
+        np.asarray(portable.expert_mlp(*operands, first_expert=first, extras=e), np.float32)
+        for e in (extras, None)
+    )
+    is_local = (ids >= first) & (ids < first + num_local)
+    assert not np.asarray(y).view(np.uint16)[~is_local].any()
+    np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
+    assert np.abs(bare - want).max() > np.abs(want).max() / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_interpreted_routes_of_experts_with_biases_agree_with_portable(num_rows):
+    x, matrices = wide_rows(num_rows, TINY.hidden_size), weights(TINY, 4)
+    logits = jnp.asarray(router_logits(num_rows, TINY.num_experts))
+    options = {"top_k": 2, "renormalise": True, "extras": clamped(TINY, 4)}
+    y, ws = sm90.route_mlp(x, logits, *matrices, **options, interpret=INTERPRET)
+    want, want_ws = portable.route_mlp(x, logits, *matrices, **options)
+    want = np.asarray(want, np.float32)
+    np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
+    np.testing.assert_allclose(ws, want_ws, rtol=1e-6)
+
+
+def test_rows_of_half_a_chunk_more_are_moved_as_they_are():
+    """2880 channels are 22.5 times 128: the last piece starts early."""
+    y = wide_rows(5, 320)
+    places = jnp.asarray([3, -1, 0, 4, 1], jnp.int32)
+    want = np.where(np.asarray(places)[:, None] >= 0, np.asarray(y)[places], 0)
+    assert_bitwise_equal(unsort_rows(y, places, interpret=True), want, claim="moved rows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [128, 320, 384])
 def test_interpreted_combination_agrees_with_portable(width):
     rng = np.random.default_rng(0)
     y, residual = wide_rows(3 * 4, width).reshape(3, 4, width), wide_rows(3, width, 1)

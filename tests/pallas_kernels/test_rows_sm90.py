@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from detjax.pallas_kernels.sampling import sm90_choice as choice
 from detjax.pallas_kernels.sampling import sm90_token as token
 from detjax.pallas_kernels.swiglu import portable as portable_swiglu
 from detjax.pallas_kernels.swiglu import sm90 as swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -230,6 +232,25 @@ def test_geglu_in_interpret_mode(num_rows, width):
     exact = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     close(out, exact, 2.0**-7)
     assert (np.asarray(out, np.float32)[0, :2] == 0).all(), "a gate of -100 passes nothing"
+
+
+@pytest.mark.parametrize("kernels", ["portable", "sm90"])
+def test_a_clamped_swiglu_is_its_formula_and_keeps_nan(kernels):
+    """Against float64: gates above the limit, ups beyond it on both sides, and a NaN in each."""
+    clamp = SwigluClamp(alpha=1.702, limit=2.0)
+    gate, up = np.meshgrid(np.linspace(-9, 9, 256), np.linspace(-5, 5, 12))
+    gate, up = (np.asarray(x, ml_dtypes.bfloat16) for x in (gate, up))
+    gate[0, 3], up[1, 4] = np.nan, np.nan
+    gate_up = jnp.asarray(np.concatenate([gate, up], axis=1))
+    if kernels == "sm90":
+        out = swiglu.swiglu(gate_up, clamp=clamp, interpret=True)
+    else:
+        out = portable_swiglu.swiglu(gate_up, clamp=clamp)
+    c = np.minimum(np.float64(gate), 2)
+    want = c / (1 + np.exp(-1.702 * c)) * (np.clip(np.float64(up), -2, 2) + 1)
+    found = np.asarray(out, np.float64)
+    assert np.isnan(found).sum() == 2 and np.isnan(found[0, 3]) and np.isnan(found[1, 4])
+    np.testing.assert_allclose(found, want, rtol=2**-8, atol=1e-12)
 
 
 def test_swiglu_refuses_other_widths():

@@ -61,6 +61,7 @@ def expected(lora_llm, root) -> dict[str, detjax.CompletionOutput]:
     return found
 
 
+@pytest.mark.slow
 def test_generate_takes_vllms_lora_request_for_all_prompts_or_for_each(lora_llm, root, expected):
     sea, hill = request_of(root, "sea"), request_of(root, "hill", 2)
     outputs = lora_llm.generate([PROMPT] * 4, SAMPLING, lora_request=[hill, None, sea, hill])

@@ -21,6 +21,7 @@ from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.layers import ForwardContext
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.training.batch import Scored, by_sequence, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.lora import (
@@ -51,7 +52,7 @@ def trained(config, *, seed: int = 1) -> dict:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
 def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
     """tp 4 against tp 1. The control: with the adapter merged on bfloat16 they differ."""
     config, masters = CONFIGS[name], trained(CONFIGS[name])
@@ -92,7 +93,7 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
         assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
 def test_gradients_of_an_adapter_are_those_of_the_formula(
     model_named, plain_logprobs, weighted, name
 ):

@@ -311,6 +311,7 @@ def test_problems_that_count_are_lines_of_the_trainer_which_it_does_not_show(tra
         assert len(numbers) <= train_tiny.MAX_TERMS
 
 
+@pytest.mark.slow
 def test_drafts_of_chained_weights_are_right_where_those_of_random_ones_are_not():
     """The control: plain random weights, whose windows roll back."""
     config = dataclasses.replace(

@@ -22,8 +22,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from detjax.models.quantization.mxfp4 import expand_mxfp4
 from detjax.models.quantization.rounding import to_bfloat16
-from detjax.models.quantization.scheme import STATIC, QuantizationScheme
+from detjax.models.quantization.scheme import MXFP4, STATIC, QuantizationScheme
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.numerics import NOT_QUANTIZED
 from detjax.pallas_kernels.linear.quantized import FLOAT8_NAN, CodeType
@@ -64,6 +65,8 @@ def expand_tensors(
     """
     if scheme is None:
         return dict(tensors)
+    if scheme.layout == MXFP4:
+        return expand_mxfp4(tensors)
     names = _PARTS[scheme.layout]
     if scheme.layout == "plain":
         names = _plain_names(tensors, names, scheme)

@@ -19,6 +19,9 @@ LOAD_INSTEAD = "load the checkpoint that is not quantised, or one in another for
 LARGEST_SIZE = 2**20
 """Of a group or a block; more is a mistake."""
 
+MXFP4 = "mxfp4"
+"""Method and layout of experts of 4 bits in blocks of 32 inputs, which share an exponent."""
+
 GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 0, None: 1, "": 1}
 """What is added to a stored zero point, by `checkpoint_format`."""
 
@@ -30,9 +33,10 @@ class QuantizationScheme:
     Attributes:
         method: `quant_method` and, of compressed-tensors, the format.
         layout: "plain" (one element a weight), "packed" (compressed-tensors, int32 along the input
-            channels), "awq" or "gptq".
+            channels), "awq", "gptq" or "mxfp4".
         num_bits: Of a weight: 8 or 4.
-        is_float: Whether a weight is float8_e4m3fn; else a signed or unsigned integer.
+        is_float: Whether a weight is float8_e4m3fn, or of MXFP4 float4_e2m1fn; else a signed or
+            unsigned integer.
         block: Output and input channels that share one scale; 0 is all of them.
         has_zero_points: Whether a zero point is stored beside each scale.
         zero_offset: What is added to a stored zero point.
@@ -56,6 +60,8 @@ class QuantizationScheme:
     def __str__(self) -> str:
         """What identity and fingerprint say of it."""
         kind = "float8_e4m3fn" if self.is_float else f"int{self.num_bits}"
+        if self.layout == MXFP4:
+            kind = "float4_e2m1fn"
         channels = {(0, 0): "tensor", (1, 0): "output channel"}
         rows, columns = self.block
         share = channels.get(self.block) or (
@@ -392,10 +398,17 @@ def _gptq(settings: _Settings) -> QuantizationScheme:
     )
 
 
+def _mxfp4(settings: _Settings) -> QuantizationScheme:
+    settings.one_of("dequantize", True, False, default=False)
+    settings.all_read()
+    return QuantizationScheme(method=MXFP4, layout=MXFP4, num_bits=4, is_float=True, block=(1, 32))
+
+
 _READERS: dict[str, Callable[[_Settings], QuantizationScheme]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm_fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    MXFP4: _mxfp4,
 }

@@ -24,6 +24,7 @@ _DTYPES: dict[str, Any] = {
     "I8": np.int8,
     "I32": np.int32,
     "I64": np.int64,
+    "U8": np.uint8,
 }
 """Those that weights, or the codes of quantised ones, may have, by safetensors' names."""
 

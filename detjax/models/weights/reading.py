@@ -20,6 +20,7 @@ from detjax.models.family import Family
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, HEAD_NAME, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
+from detjax.models.quantization.scheme import MXFP4
 from detjax.models.registry import family_named
 from detjax.models.weights.files import StoredTensor, open_tensors
 
@@ -89,6 +90,73 @@ class Reading:
         return rows.reshape(-1, len(self.head_order))[:, list(self.head_order)].reshape(-1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertReading:
+    """How a tensor of one expert is made of the tensor that holds those of all.
+
+    Attributes:
+        name: Of the decoder's tensor.
+        source: The checkpoint's: [U, inputs, outputs] of matrices, [U, outputs] of biases.
+        source_shape: Shape of that.
+        expert: Which.
+        outputs: Which outputs, one part after the other.
+    """
+
+    name: str
+    source: str
+    source_shape: tuple[int, ...]
+    expert: int
+    outputs: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoder's tensor: outputs, then inputs."""
+        *inputs, num_outputs = self.source_shape[1:]
+        return sum(len(range(num_outputs)[part]) for part in self.outputs), *inputs
+
+    def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ExpertOutputs":
+        """Rows of the decoder's tensor, read when they are indexed.
+
+        Args:
+            rows: The checkpoint's, of `shape`.
+            shape: Of the checkpoint's tensor.
+            where: Name of that tensor, for errors.
+
+        Raises:
+            ValueError: If it has another shape than the configuration makes it.
+        """
+        if tuple(shape) != self.source_shape:
+            raise ValueError(
+                f"{where} has shape {tuple(shape)}, but config.json makes it {self.source_shape}; "
+                "they are of different models"
+            )
+        return ExpertOutputs(self, rows)
+
+
+class ExpertOutputs:
+    """Outputs of one expert as rows; indexing it reads the tensor of all experts."""
+
+    def __init__(self, reading: ExpertReading, rows: Any):
+        """Keep the checkpoint's tensor, which is read when rows are asked for."""
+        self._reading, self._rows = reading, rows
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Read some rows, and some inputs of a matrix; the first index is a slice."""
+        first, *inputs = index if isinstance(index, tuple) else (index,)
+        reading = self._reading
+        inputs = inputs or [slice(None)] * (len(reading.source_shape) - 2)
+        low, high, _ = first.indices(reading.shape[0])
+        parts, start = [], 0
+        for outputs in reading.outputs:
+            own = range(reading.source_shape[-1])[outputs]
+            chosen = own[max(low - start, 0) : max(high - start, 0)]
+            start += len(own)
+            if chosen:
+                which = slice(chosen.start, chosen.stop, chosen.step)
+                parts.append(np.asarray(self._rows[(reading.expert, *inputs, which)]).T)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class ReadRows:
     """Rows of a decoder's tensor; indexing it reads the checkpoint's."""
 
@@ -112,7 +180,10 @@ class ReadRows:
         return wide * np.float32(reading.scale)
 
 
-def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, Reading]:
+AnyReading = Reading | ExpertReading
+
+
+def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     """How each of the decoder's tensors is read that is not the checkpoint's, by its name.
 
     Args:
@@ -130,7 +201,10 @@ def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, Reading]:
         for reading in _layer_readings(family, layer, order, config.gain_offset)
     ]
     found += _model_readings(config, family, specs, dtype)
-    return {reading.name: reading for reading in found if not reading.is_plain}
+    plan: dict[str, AnyReading] = {it.name: it for it in found if not it.is_plain}
+    if family.stacks_experts:
+        plan |= {it.name: it for layer in specs["layers"] for it in _expert_readings(layer)}
+    return plan
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
@@ -178,6 +252,34 @@ def _layer_readings(
         )
 
 
+_GATES, _UPS, _ALL = slice(0, None, 2), slice(1, None, 2), slice(0, None, 1)
+_STACKED = {
+    "expert_gate": ("gate_up_proj", (_GATES,)),
+    "expert_up": ("gate_up_proj", (_UPS,)),
+    "expert_gate_up_bias": ("gate_up_proj_bias", (_GATES, _UPS)),
+    "expert_down": ("down_proj", (_ALL,)),
+    "expert_down_bias": ("down_proj_bias", (_ALL,)),
+}
+"""What a tensor of an expert is made of where all experts are one tensor, and its outputs."""
+
+
+def _expert_readings(layer: dict[str, TensorSpec]) -> Iterator[ExpertReading]:
+    """Those of one layer's experts, whose gates and ups take turns in one tensor."""
+    for name, (source, outputs) in _STACKED.items():
+        if name not in layer:
+            continue
+        spec = layer[name]
+        num_outputs, *inputs = spec.hf_shape
+        if source == "gate_up_proj":
+            num_outputs *= 2
+        prefix = spec.hf_name.split("{}")[0]
+        for expert, own in enumerate(spec.hf_names):
+            yield ExpertReading(
+                name=own, source=f"{prefix}{source}", expert=expert, outputs=outputs,
+                source_shape=(spec.num_experts, *inputs, num_outputs),
+            )  # fmt: skip
+
+
 def _suffix(stem: str) -> str:
     """What follows `model.layers.<i>.`."""
     return stem.split(".", 3)[3]
@@ -216,7 +318,8 @@ def open_weights(
             the decoder reads them.
     """
     quantization, plan = read_quantization(folder), readings(config, dtype)
-    if plan and quantization is not None:
+    is_stacked = any(isinstance(reading, ExpertReading) for reading in plan.values())
+    if plan and quantization is not None and not (is_stacked and quantization.layout == MXFP4):
         raise ValueError(
             f"{folder} is quantised, and a quantised {config.family!r} is not supported: its "
             f"checkpoint stores {next(iter(plan))!r} otherwise than it is read; give the model "
@@ -239,19 +342,16 @@ def open_weights(
     }
 
 
-def _read(reading: Reading, tensor: StoredTensor) -> StoredTensor:
+def _read(reading: AnyReading, tensor: StoredTensor) -> StoredTensor:
     """The decoder's tensor."""
     rows = reading.rows_of(tensor.rows, tensor.shape, f"{reading.source!r} in {tensor.file}")
-    return StoredTensor(
-        file=tensor.file,
-        rows=rows,
-        shape=(reading.num_rows, *tensor.shape[1:]),
-        dtype=tensor.dtype,
-    )
+    is_expert = isinstance(reading, ExpertReading)
+    shape = reading.shape if is_expert else (reading.num_rows, *tensor.shape[1:])
+    return StoredTensor(file=tensor.file, rows=rows, shape=shape, dtype=tensor.dtype)
 
 
 def read_named(
-    readings: tuple[Reading, ...], array: np.ndarray
+    readings: tuple[AnyReading, ...], array: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Make the decoder's tensors of one of a checkpoint that is in memory.
 
@@ -262,16 +362,15 @@ def read_named(
     Raises:
         ValueError: If it has another number of rows than the configuration makes it.
     """
-    whole = (slice(None),) * array.ndim
     for reading in readings:
         rows = reading.rows_of(array, array.shape, repr(reading.source))
-        yield reading.name, np.ascontiguousarray(rows[whole])
+        yield reading.name, np.ascontiguousarray(rows[:])
 
 
 @functools.cache
-def readings_by_source(config: ModelConfig, dtype: np.dtype) -> dict[str, tuple[Reading, ...]]:
+def readings_by_source(config: ModelConfig, dtype: np.dtype) -> dict[str, tuple[AnyReading, ...]]:
     """`readings`, by the name of the checkpoint's tensor that each is made of."""
-    found: dict[str, tuple[Reading, ...]] = {}
+    found: dict[str, tuple[AnyReading, ...]] = {}
     for reading in readings(config, dtype).values():
         found[reading.source] = (*found.get(reading.source, ()), reading)
     return found

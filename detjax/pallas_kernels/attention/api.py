@@ -18,6 +18,7 @@ def attention(
     profile: NumericsProfile,
     backend: Backend,
     softcap: float | None = None,
+    sinks: Activation[Array, " H"] | None = None,
 ) -> Activation[Array, "B T H C"]:
     """Attend from each query to the keys at and before its position.
 
@@ -34,6 +35,8 @@ def attention(
         profile: Gives the split's length. A page is one block.
         backend: Which implementation runs.
         softcap: Bounds scores: softmax takes `cap * tanh(score / cap)`. None does not.
+        sinks: A score of each query head, not scaled, that takes part in the softmax beside the
+            keys and has no value: `exp(sink)` joins the denominator. None has none.
 
     Raises:
         ValueError: If a page is not one block of the profile, or query heads do not divide.
@@ -45,7 +48,8 @@ def attention(
         splits are merged left to right by one recurrence. A block in which a row sees nothing
         leaves the row's bits alone, so which other rows share the tile does not matter. The
         weights are rounded to the compute dtype for the product with V, their sum is not; one
-        rounding at the end; an exact zero is +0.
+        rounding at the end; an exact zero is +0. A sink is merged as one more split, the last, of
+        maximum `sink * log2(e)`, sum 1 and output 0.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
 
@@ -55,8 +59,9 @@ def attention(
     """
     _check(pages, q.shape[2], profile)
     return KERNELS[backend].attention(
-        q, pages, page_table, positions, layer, window=window, profile=profile, softcap=softcap
-    )
+        q, pages, page_table, positions, layer,
+        window=window, profile=profile, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
 
 
 def rope_attention(
@@ -74,6 +79,7 @@ def rope_attention(
     profile: NumericsProfile,
     backend: Backend,
     prefetch: Activation[Array, "O I"] | None = None,
+    sinks: Activation[Array, " H"] | None = None,
 ) -> tuple[Activation[Array, "B T H C"], Activation[Array, "L N 2 K P C"]]:
     """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
 
@@ -96,6 +102,7 @@ def rope_attention(
         backend: Which implementation runs.
         prefetch: Weights that the next product reads. `sm90` asks them into the L2 cache where few
             rows leave the memory idle; it changes no bit.
+        sinks: As in `attention`.
 
     Returns:
         What each query sees, and the cache.
@@ -120,7 +127,7 @@ def rope_attention(
         )
     return KERNELS[backend].rope_attention(
         qkv, cos, sin, gains, pages, page_table, positions, layer,
-        window=window, eps=eps, profile=profile, prefetch=prefetch,
+        window=window, eps=eps, profile=profile, prefetch=prefetch, sinks=sinks,
     )  # fmt: skip
 
 

@@ -40,6 +40,25 @@ def _empty(channels: int):
     )
 
 
+def _merge_sinks(state, sinks, is_row):
+    """Fold the sink of each row into `state`: a split of that score alone, without a value."""
+    score = sinks.astype(jnp.float32) * np.float32(LOG2_E)
+    return _merge(state, (score, jnp.ones_like(score), jnp.zeros_like(state[2])), is_row)
+
+
+def _first_seen(pos, is_row, window: int):
+    """The first position that a row of a tile sees."""
+    earliest = jnp.min(jnp.where(is_row, pos, jnp.iinfo(jnp.int32).max))
+    return jnp.maximum(earliest - window + 1, 0)
+
+
+def _sink_rows(sinks, kv_heads: int, query_len: int, pad: tuple) -> jax.Array:
+    """The sink of each row of queries, [K, rows]."""
+    of_head = sinks.reshape(kv_heads, 1, -1)
+    rows = jnp.broadcast_to(of_head, (kv_heads, query_len, of_head.shape[2]))
+    return jnp.pad(rows.reshape(kv_heads, -1), pad)
+
+
 def _scaling(channels: int, softcap: float | None) -> Callable[[jax.Array], jax.Array]:
     """What makes products of queries and keys into exponents of two."""
     scale = float(np.float32(LOG2_E * channels**-0.5))
@@ -51,44 +70,40 @@ def _scaling(channels: int, softcap: float | None) -> Callable[[jax.Array], jax.
 
 def attention(
     q, pages, page_table, positions, layer: int,
-    *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+    *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.attention`."""
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     return _attention(
-        q, pages, page_table, positions, jnp.int32(layer),
+        q, pages, page_table, positions, jnp.int32(layer), sinks,
         window=window, profile=profile, softcap=softcap,
     )  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("window", "profile", "softcap"))
 def _attention(
-    q, pages, page_table, positions, layer, *, window, profile: NumericsProfile, softcap
+    q, pages, page_table, positions, layer, sinks, *, window, profile: NumericsProfile, softcap
 ) -> jax.Array:
     batch, query_len, num_heads, channels = q.shape
-    kv_heads, block = pages.shape[3], pages.shape[4]
+    kv_heads, block = pages.shape[3:5]
     group = num_heads // kv_heads
-    blocks_per_split = profile.attention_split // block
-    scaled = _scaling(channels, softcap)
+    blocks_per_split, scaled = profile.attention_split // block, _scaling(channels, softcap)
 
     # One row a (token, query head of the group), so a decode tile holds the group's heads.
     rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
     rows = pad_axis(rows.reshape(batch * kv_heads, query_len * group, channels), 1, ROWS)
-    row_positions = jnp.repeat(positions, group, axis=1)
-    pad = rows.shape[1] - row_positions.shape[1]
-    row_positions = jnp.pad(row_positions, ((0, 0), (0, pad)), constant_values=-1)
+    pad = ((0, 0), (0, rows.shape[1] - query_len * group))
+    row_positions = jnp.pad(jnp.repeat(positions, group, axis=1), pad, constant_values=-1)
 
-    def body(q_ref, pages_ref, table_ref, positions_ref, layer_ref, out_ref):
+    def body(q_ref, pages_ref, table_ref, positions_ref, layer_ref, *refs):
+        *sink_refs, out_ref = refs
         seq, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
         tile = pl.ds(pl.program_id(1) * ROWS, ROWS)
         query = q_ref[pl.program_id(0), tile, :].astype(jnp.float32)  # [16, C]
         pos = positions_ref[seq, tile][:, None]  # [16, 1], -1 where padded
         last = jnp.max(pos)
         is_row = pos >= 0
-        first = jnp.int32(0)
-        if window is not None:
-            earliest = jnp.min(jnp.where(is_row, pos, jnp.iinfo(jnp.int32).max))
-            first = jnp.maximum(earliest - window + 1, 0)
+        first = jnp.int32(0) if window is None else _first_seen(pos, is_row, window)
 
         def softmax_step(i, state):
             m, weight_sum, out = state
@@ -126,7 +141,10 @@ def _attention(
             return _merge(state, part, part[1] > 0)
 
         splits = (first // profile.attention_split, last // profile.attention_split + 1)
-        _, weight_sum, out = lax.fori_loop(*splits, split_step, _empty(channels))
+        state = lax.fori_loop(*splits, split_step, _empty(channels))
+        for sinks_ref in sink_refs:
+            state = _merge_sinks(state, sinks_ref[head, tile][:, None], is_row)
+        _, weight_sum, out = state
         # ROUND: the reciprocal, once a row: XLA would divide by a broadcast sum so in any case.
         out = jnp.where(is_row, out * (1.0 / weight_sum), 0.0)
         # An exact zero is +0: its sign could tell of keys that were masked.
@@ -140,6 +158,7 @@ def _attention(
         page_table,
         row_positions,
         layer.reshape(1),
+        *([] if sinks is None else [_sink_rows(sinks, kv_heads, query_len, pad)]),
         name="attention",
         grid=(batch * kv_heads, rows.shape[1] // ROWS),
         out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
@@ -151,11 +170,13 @@ def _attention(
 
 def rope_attention(
     qkv, cos, sin, gains, pages, page_table, positions, layer: int,
-    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
     q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
     q = q.reshape(*positions.shape, *q.shape[1:])
-    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    out = attention(
+        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
+    )
     return out, pages

@@ -13,14 +13,16 @@ from detjax.pallas_kernels.rope.reference import rope_into_cache
 
 def attention(
     q, pages, page_table, positions, layer: int,
-    *, window: int | None, profile: NumericsProfile, softcap: float | None = None,
+    *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.attention`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16, channels that are no multiple of 16,
-            another block than 128, or a soft cap.
+            another block than 128, a soft cap, or sinks.
     """
+    if sinks is not None:
+        raise NotImplementedError("attention of the reference backend has no sinks; use portable")
     if softcap is not None:
         raise NotImplementedError(
             f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
@@ -48,11 +50,13 @@ def attention(
 
 def rope_attention(
     qkv, cos, sin, gains, pages, page_table, positions, layer: int,
-    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
     q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
     q = q.reshape(*positions.shape, *q.shape[1:])
-    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    out = attention(
+        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
+    )
     return out, pages

@@ -84,23 +84,24 @@ def attention(
     window: int | None,
     profile: NumericsProfile,
     softcap: float | None = None,
+    sinks=None,
     is_interpreted: bool = False,
 ) -> jax.Array:
     """See `api.attention`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96
-            and 128, another block than 128, or a soft cap.
+            and 128, another block than 128, a soft cap, or sinks of float32 activations.
 
     Numerics:
         Scores: wgmma, K in order, 16 at a time, float32. Weights: `ex2(fma(score, scale, -m))`
         with `scale = log2(e) / sqrt(C)` rounded to float32. A block's weights are added in one
         fixed tree. Within a split the output is scaled by `ex2(m - new_m)` and takes the block's
         products on the tensor core's accumulator; splits are folded left to right by
-        `fma(out, a, other * b)`. Division by multiplying with the rounded reciprocal of the sum;
-        one rounding to bfloat16. Masked keys weigh exactly 0 and a fully masked block or split
-        scales by exactly 1, so the rows that share a tile do not matter. What differs with float32
-        says `sm90_float32.attention`.
+        `fma(out, a, other * b)`, and a sink is one more. Division by multiplying with the rounded
+        reciprocal of the sum; one rounding to bfloat16. Masked keys weigh exactly 0 and a fully
+        masked block or split scales by exactly 1, so the rows that share a tile do not matter. What
+        differs with float32 says `sm90_float32.attention`.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
@@ -111,6 +112,8 @@ def attention(
     operands = (q, pages, page_table, positions, jnp.int32(layer))
     per_split = profile.attention_split // profile.attention_block
     if q.dtype == jnp.float32:
+        if sinks is not None:
+            raise NotImplementedError("attention on sm90 has sinks in bfloat16 alone")
         return sm90_float32.attention(
             *operands, window=window, per_split=per_split, is_interpreted=is_interpreted
         )
@@ -119,15 +122,16 @@ def attention(
         config = decode_config(
             batch=q.shape[0], query_len=q.shape[1], kv_heads=pages.shape[3], group=group,
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
+            has_sinks=sinks is not None,
         )  # fmt: skip
-        return decode(*operands, config=config, is_interpreted=is_interpreted)
+        return decode(*operands, sinks, config=config, is_interpreted=is_interpreted)
     config = PrefillConfig(blocks_per_split=per_split)
-    return prefill(*operands, window=window, config=config, is_interpreted=is_interpreted)
+    return prefill(*operands, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 
 def rope_attention(
     qkv, cos, sin, gains, pages, page_table, positions, layer,
-    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
 
@@ -150,14 +154,17 @@ def rope_attention(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=page_table.shape[1],
             per_split=profile.attention_split // profile.attention_block, is_new=True,
+            has_sinks=sinks is not None,
         )  # fmt: skip
         return decode_new_token(
-            qkv, cos, sin, gains, *place, prefetch if config.prefetched else None,
+            qkv, cos, sin, gains, *place, prefetch if config.prefetched else None, sinks,
             eps=eps, config=config, is_interpreted=False,
         )  # fmt: skip
     q, pages = rope_into_cache(qkv, cos, sin, gains, *place, eps=eps)
     q = q.reshape(batch, query_len, kv_heads * group, channels)
-    out = attention(q, pages, page_table, positions, layer, window=window, profile=profile)
+    out = attention(
+        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
+    )
     return out, pages
 
 
@@ -171,8 +178,13 @@ def decode_config(
     table_len: int,
     per_split: int,
     is_new: bool = False,
+    has_sinks: bool = False,
 ) -> DecodeConfig:
-    """How decode spreads its work: for speed alone. `is_new` says that it rotates a new token."""
+    """How decode spreads its work: for speed alone.
+
+    `is_new` says that it rotates a new token, `has_sinks` that a second kernel merges, as only that
+    has them.
+    """
     # WHY: many small CTAs hide latency by their number, few by what each has in flight
     # (256 x 1024 tokens: 269.8 us against 279.2; 1 x 32768: 46.8 against 42.9).
     unroll = (4, 1) if batch * query_len * kv_heads * group >= 1024 else (16, 2)
@@ -182,7 +194,7 @@ def decode_config(
     rows = 8 * (-(-group // 8) + (1 if 8 % group and group % 8 else 0))
     fits = group * channels >= LANES and splits * rows * channels * 4 <= PARTIAL_BYTES
     cluster = 0
-    if query_len == 1 and fits and pairs <= NUM_SMS:
+    if query_len == 1 and fits and pairs <= NUM_SMS and not has_sinks:
         # A CTA a split, as long as all CTAs are resident at once.
         cluster = 1
         while cluster < splits and cluster < MAX_IN_CLUSTER:
@@ -198,7 +210,7 @@ def decode_config(
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
-    whole = not cluster and splits <= most_folded
+    whole = not cluster and splits <= most_folded and not has_sinks
     takes_turns = not cluster and (is_new or not whole)
     num_compute = DECODE_WARPGROUPS if takes_turns else 1
     return DecodeConfig(
@@ -216,7 +228,15 @@ def decode_config(
 
 @functools.partial(jax.jit, static_argnames=("config", "is_interpreted"))
 def decode(
-    q, pages, page_table, positions, layer, *, config: DecodeConfig, is_interpreted: bool
+    q,
+    pages,
+    page_table,
+    positions,
+    layer,
+    sinks=None,
+    *,
+    config: DecodeConfig,
+    is_interpreted: bool,
 ) -> jax.Array:
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
@@ -253,14 +273,14 @@ def decode(
     )  # fmt: skip
     operands = Operands(
         queries=(rows,), page_rows=bits.page_rows(pages), row_positions=row_positions,
-        page_table=page_table, positions=positions, layer=layer,
+        page_table=page_table, positions=positions, layer=layer, sinks=sinks,
     )  # fmt: skip
     return _attend(job, operands).reshape(q.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "is_interpreted"))
 def decode_new_token(
-    qkv, cos, sin, gains, pages, page_table, positions, layer, prefetch=None,
+    qkv, cos, sin, gains, pages, page_table, positions, layer, prefetch=None, sinks=None,
     *, eps: float, config: DecodeConfig, is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`, with T = 1.
@@ -287,7 +307,7 @@ def decode_new_token(
     )  # fmt: skip
     operands = Operands(
         queries=(qkv, cos, sin, *(gains or ())), page_rows=pages_ref, row_positions=row_positions,
-        page_table=page_table, positions=positions, layer=layer, prefetch=prefetch,
+        page_table=page_table, positions=positions, layer=layer, prefetch=prefetch, sinks=sinks,
     )  # fmt: skip
     out = _attend(job, operands).reshape(batch, 1, num_heads, channels)
     return out, jax.freeze(pages_ref).reshape(pages.shape)
@@ -296,6 +316,8 @@ def decode_new_token(
 def _attend(job: Job, operands: Operands) -> jax.Array:
     """By the schedule of the configuration."""
     config, query_len = job.config, job.query_len
+    if operands.sinks is not None and (config.cluster or config.whole_sequences):
+        raise ValueError(f"{config=} has no sinks: they need neither a cluster nor whole sequences")
     if (config.cluster or config.scores_ahead) and (query_len != 1 or config.whole_sequences):
         raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
     has_turns = not config.cluster and (job.new_token is not None or not config.whole_sequences)

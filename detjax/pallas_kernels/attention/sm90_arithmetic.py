@@ -5,6 +5,7 @@ Mosaic GPU lets ptxas fuse a multiply and an add, and may do so in one kernel an
 So each float operation here names its instruction. The kernels differ in who runs a step and when.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -185,6 +186,16 @@ class AttentionArithmetic:
         new_m = jnp.maximum(m, other_m)
         a, b = self.exp2_difference(m, new_m), self.exp2_difference(other_m, new_m)
         return new_m, self.fma(weight_sum, a, self.mul(other_sum, b)), a, b
+
+    def merge_sinks(self, out, m, weight_sum, sinks):
+        """Fold the sink of each row into the state: a split of that score alone, without a value.
+
+        Returns the output and the sum.
+        """
+        score = self.mul(sinks, self.full(sinks.shape, LOG2_E))
+        ones = self.full(sinks.shape, 1.0)
+        _, weight_sum, a, _ = self.merge_scales(m, weight_sum, score, ones)
+        return self.mul(out, self.spread(a, out.shape)), weight_sum
 
     def merge_outputs(self, out, a, other_out, b):
         """`fma(out, a, other_out * b)`, with one scale a row."""
@@ -426,6 +437,12 @@ class MergeLanes:
         m, weight_sum, out = state
         m, weight_sum, a, b = self.math.merge_scales(m, weight_sum, other_m, other_sum)
         return m, weight_sum, self.math.fma(out, a, self.math.mul(other_out, b))
+
+    def fold_sinks(self, state, sinks):
+        """Fold the sink of each row into the state, as `Arithmetic.merge_sinks` does."""
+        full = functools.partial(self.math.full, (LANES,))
+        score = self.math.mul(sinks, full(LOG2_E))
+        return self.fold(state, score, full(1.0), full(0.0))
 
     def finish(self, state, is_row, dtype):
         """Divide by the sum, clear padded rows, make every zero +0, round once."""

@@ -244,6 +244,7 @@ class Operands:
         positions: Likewise.
         layer: Which layer's pages.
         prefetch: Weights that CTAs ask into the L2 cache, or None.
+        sinks: Of the query heads, [H], or None; `merge_splits` alone takes them.
     """
 
     queries: tuple
@@ -253,6 +254,7 @@ class Operands:
     positions: jax.Array
     layer: jax.Array
     prefetch: Any = None
+    sinks: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,9 +44,17 @@ def attend_splits(job: Job, operands: Operands) -> jax.Array:
     table, limits, num_entries = run_list(operands.positions, operands.page_table, job.config)
     o, ml = _partials(job, operands, table, num_entries)
     parts = (job, o, ml, limits, operands.row_positions)
+    sinks = operands.sinks
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
     if rows_lie_in_place(job.group, job.channels):
-        return merge_splits(*parts, query_len=job.query_len, group=job.group)
-    out = merge_splits(*parts, query_len=1, group=job.padded_rows)
+        return merge_splits(*parts, sinks, query_len=job.query_len, group=job.group)
+    if sinks is not None:
+        of_token = sinks.reshape(job.kv_heads, 1, job.group)
+        rows = jnp.broadcast_to(of_token, (job.kv_heads, job.query_len, job.group))
+        rows = rows.reshape(job.kv_heads, -1)
+        sinks = jnp.pad(rows, ((0, 0), (0, job.padded_rows - rows.shape[1]))).reshape(-1)
+    out = merge_splits(*parts, sinks, query_len=1, group=job.padded_rows)
     out = out.reshape(job.batch, 1, job.kv_heads, job.padded_rows, job.channels)
     shape = (job.batch, job.kv_heads, job.query_len, job.group, job.channels)
     return out[:, 0, :, : job.query_len * job.group].reshape(shape).transpose(0, 2, 1, 3, 4)
@@ -102,14 +110,17 @@ def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
 
 
 def merge_splits(
-    job: Job, o, ml, limits, row_positions, *, query_len: int, group: int
+    job: Job, o, ml, limits, row_positions, sinks=None, *, query_len: int, group: int
 ) -> jax.Array:
-    """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each 128 channels of a row."""
+    """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each 128 channels of a row.
+
+    `sinks` are those of `[k, g]`, float32, or None.
+    """
     kv_heads, padded_rows = job.kv_heads, job.padded_rows
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
     ctas_in_seq = query_len * kv_heads * group // lanes.rows
 
-    def body(o_ref, ml_ref, limits_ref, pos_ref, out_ref):
+    def body(o_ref, ml_ref, limits_ref, pos_ref, sinks_ref, out_ref):
         cta = lax.axis_index("cta")
         seq, index = lax.div(cta, jnp.int32(ctas_in_seq)), lax.rem(cta, jnp.int32(ctas_in_seq))
         first_row = index * lanes.rows  # in [query_len, kv_heads, group]
@@ -145,6 +156,9 @@ def merge_splits(
         state = lax.fori_loop(
             0, steps, functools.partial(some_splits, first=done, unroll=few), state
         )
+        if sinks is not None:
+            first_sink = kv_head * group + lax.rem(first_row, jnp.int32(group))
+            state = lanes.fold_sinks(state, lanes.spread(lambda r: sinks_ref[r], first_sink))
         is_row = lanes.spread(lambda r: pos_ref[seq, r], row) >= 0
         out_ref[pl.ds(cta * LANES, LANES)] = lanes.finish(state, is_row, job.dtype)
 
@@ -156,7 +170,7 @@ def merge_splits(
         kernel_name="attention_merge_sm90",
         compiler_params=bits.COMPILER_PARAMS,
         interpret=plgpu.InterpretGPUParams() if job.is_interpreted else None,
-    )(o.reshape(o.shape[0], padded_rows * job.channels), ml, limits, row_positions)
+    )(o.reshape(o.shape[0], padded_rows * job.channels), ml, limits, row_positions, sinks)
 
 
 def attend_sequences(job: Job, operands: Operands) -> jax.Array:

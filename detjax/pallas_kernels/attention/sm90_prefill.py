@@ -83,6 +83,7 @@ class _Arrays(NamedTuple):
     positions: Any  # [B, tiles, WARPGROUPS, ROWS] int32
     limits: Any  # [B, tiles, 5] int32
     layer: Any  # [1] int32
+    sinks: Any  # [K * group / heads, ROWS] f32, or None
 
 
 class _Shared(NamedTuple):
@@ -284,9 +285,14 @@ class _Cta:
         buffer = lax.rem(turn, jnp.int32(plan.config.query_buffers))
         query = shared.q.at[buffer, self.wg]
         plgpu.barrier_wait(shared.q_filled.at[buffer * WARPGROUPS + self.wg])
-        out, _, weight_sum = _Tile(
+        out, m, weight_sum = _Tile(
             cta=self, base=base, limits=limits, row_pos=row_pos, query=query
         ).attend()
+        if self.arrays.sinks is not None:
+            sinks = plgpu.load(
+                self.arrays.sinks.at[head_group], layout=math.row_layout, optimized=False
+            )
+            out, weight_sum = math.merge_sinks(out, m, weight_sum, sinks)
         query[...] = math.finish(out, weight_sum, row_pos >= 0, plan.dtype)
         plgpu.commit_smem()
         for h in range(plan.heads):
@@ -438,8 +444,9 @@ def _shared_types(plan: _Plan) -> _Shared:
 
 @functools.partial(jax.jit, static_argnames=("window", "config", "is_interpreted"))
 def prefill(
-    q, pages, page_table, positions, layer, *, window, config: PrefillConfig, is_interpreted: bool
-) -> jax.Array:
+    q, pages, page_table, positions, layer, sinks=None, *,
+    window, config: PrefillConfig, is_interpreted: bool,
+) -> jax.Array:  # fmt: skip
     """See `sm90.attention`."""
     batch, query_len, num_heads, channels = q.shape
     kv_heads = pages.shape[3]
@@ -451,6 +458,8 @@ def prefill(
         positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     row_positions = _tile_positions(positions, tokens, heads)
     limits = _tile_limits(row_positions, window)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(-1, heads), tokens, axis=1)
     plan = _Plan(
         batch=batch, kv_heads=kv_heads, group=num_heads // kv_heads, channels=channels,
         tokens=tokens, heads=heads, tiles=limits.shape[1], num_pages=pages.shape[1],
@@ -477,7 +486,7 @@ def prefill(
     )(
         _Arrays(
             q=q, pages=bits.page_rows(pages), table=page_table, positions=row_positions,
-            limits=limits, layer=layer.reshape(1),
+            limits=limits, layer=layer.reshape(1), sinks=sinks,
         )
     )  # fmt: skip
     return out[:, :query_len]

@@ -422,7 +422,7 @@ def _cut(p: Product) -> MatmulTiles:
     if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
         return _stream_weights(p)
     if p.num_leaves > 1:
-        tiles = _tree_tiles(p.num_rows, p.num_out, p.num_leaves, p.leaf_len)
+        tiles = _tree_tiles(p)
         # WHY: a fifth stage, and products in flight over a step: 1 to 3 % from 512 rows.
         shares_slot = p.has_residual and p.out_bytes == 2 and tiles.fits_slot and tiles.groups == 1
         return dataclasses.replace(tiles, shares_slot=shares_slot)
@@ -668,11 +668,15 @@ def _three_row_blocks(num_out: int, num_leaves: int, leaf_len: int) -> TallTiles
     )  # fmt: skip
 
 
-def _tree_tiles(num_rows: int, num_out: int, num_leaves: int, leaf_len: int) -> TallTiles:
-    """64 rows by 128 columns a warpgroup, as eight leaves' sums then fit in registers."""
+def _tree_tiles(p: Product) -> TallTiles:
+    """64 rows by 128 columns a warpgroup, as eight leaves' sums then fit in registers.
+
+    By 64 columns where 128 do not divide the outputs, of which each has a bias.
+    """
+    num_rows, num_out, num_leaves, leaf_len = p.num_rows, p.num_out, p.num_leaves, p.leaf_len
     levels = num_leaves.bit_length() - 1
     row_tiles = -(-num_rows // 128)
-    cols, groups = 128, 1
+    cols, groups = 64 if p.has_bias and num_out % 128 else 128, 1
     if num_rows <= 256:
         cols = 64
         while groups < min(2, num_leaves) and row_tiles * (num_out // cols) * groups < 128:

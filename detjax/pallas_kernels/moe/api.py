@@ -8,6 +8,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 
 
 def route(
@@ -70,12 +71,16 @@ def expert_mlp(
     *,
     first_expert: Int32[Array, ""] | int,
     num_ranks: int = 1,
+    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> Activation[Array, "M Q D"]:
     """Run each row through those of its experts that are here.
 
     `h = linear_swiglu(x[m], w_gate_up[e])`, `y[m, r] = round(sum_f(h[f] * w_down[e, :, f]))`,
     `e = expert_ids[m, r] - first_expert`
+
+    With `extras`, `h = swiglu(round(x[m] . w_gate_up[e] + gate_up_bias[e]), clamp)` and
+    `y[m, r] = round(sum_f(h[f] * w_down[e, :, f]) + down_bias[e])`.
 
     Args:
         x: Normalised rows.
@@ -85,6 +90,7 @@ def expert_mlp(
         first_expert: Id of the first expert here.
         num_ranks: That share the experts alike: an expert gets M Q / (u num_ranks) rows on average,
             which decides how the work is cut, and no bit.
+        extras: Biases, and the clamp of the SwiGLU; None has none.
         backend: Which implementation runs.
 
     Returns:
@@ -96,7 +102,7 @@ def expert_mlp(
     Numerics:
         The bits of `linear_swiglu`, then of `linear` rounded to the dtype of `x`: one leaf, K in
         order, for each row and expert alone. Neither how many rows an expert gets nor which of
-        them share a tile changes a bit.
+        them share a tile changes a bit. A bias is added last, in float32, before the rounding.
         A `W8A8Matrix` is multiplied as `linear.w8a8.w8a8_product` says, with rows of `x`, and of h,
         as `linear.w8a8.quantize_rows` makes them.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
@@ -109,11 +115,24 @@ def expert_mlp(
         )
     if num_gate_up % 2:
         raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
+    _check_extras(extras, w_gate_up, w_down)
     if num_ranks < 1:
         raise ValueError(f"{num_ranks=} must be at least 1")
     return KERNELS[backend].expert_mlp(
-        x, expert_ids, w_gate_up, w_down, first_expert=first_expert, num_ranks=num_ranks
-    )
+        x, expert_ids, w_gate_up, w_down,
+        first_expert=first_expert, num_ranks=num_ranks, extras=extras,
+    )  # fmt: skip
+
+
+def _check_extras(extras: ClampedExperts | None, w_gate_up, w_down) -> None:
+    """Biases are one a row of each matrix."""
+    if extras is None:
+        return
+    shapes = extras.gate_up_bias.shape, extras.down_bias.shape
+    if shapes != (w_gate_up.shape[:2], w_down.shape[:2]):
+        raise ValueError(
+            f"biases of shapes {shapes} must be one a row of {w_gate_up.shape=} and {w_down.shape=}"
+        )
 
 
 def combine_experts_add_rms_norm(
@@ -158,6 +177,7 @@ def route_mlp(
     *,
     top_k: int,
     renormalise: bool,
+    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> tuple[Activation[Array, "M Q D"], Float32[Array, "M Q"]]:
     """`route` and `expert_mlp` where every expert is here.
@@ -169,6 +189,7 @@ def route_mlp(
         w_down: Of each expert, (out, in).
         top_k: Experts of a row, Q.
         renormalise: Whether a row's weights add up to 1.
+        extras: As in `expert_mlp`.
         backend: Which implementation runs.
 
     Returns:
@@ -182,8 +203,9 @@ def route_mlp(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     _check_experts(x, logits, w_gate_up, w_down, top_k)
+    _check_extras(extras, w_gate_up, w_down)
     return KERNELS[backend].route_mlp(
-        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise
+        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
     )
 
 
@@ -269,6 +291,7 @@ def route_mlp_add_rms_norm(
     top_k: int,
     renormalise: bool,
     eps: float,
+    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """`route`, `expert_mlp` and `combine_experts_add_rms_norm` where every expert is here.
@@ -286,6 +309,7 @@ def route_mlp_add_rms_norm(
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square, in units of total**2.
+        extras: As in `expert_mlp`.
         backend: Which implementation runs.
 
     Returns:
@@ -299,7 +323,8 @@ def route_mlp_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     _check_experts(x, logits, w_gate_up, w_down, top_k)
+    _check_extras(extras, w_gate_up, w_down)
     return KERNELS[backend].route_mlp_add_rms_norm(
         x, logits, w_gate_up, w_down, residual, gain,
-        top_k=top_k, renormalise=renormalise, eps=eps,
+        top_k=top_k, renormalise=renormalise, eps=eps, extras=extras,
     )  # fmt: skip

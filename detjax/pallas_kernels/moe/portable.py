@@ -13,6 +13,7 @@ from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
 from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -120,7 +121,7 @@ def _tiles(expert_ids, first_expert, num_local: int):
 
 
 @partial(jax.jit, static_argnames=("name",))
-def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
+def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Array:
     """`linear` of each tile of rows with its expert's weights, [T * ROWS, I] and [u, O, I].
 
     # ORDER: the body of `linear`, so its bits; of 8-bit weights that of `w8a8_product`. Rows of
@@ -135,9 +136,11 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
         rows = quantize_rows(x, w.row_coding)
         values, scales = (pad_axis(it, 1, PRODUCT_COLS) for it in (w.values, w.row_scales()))
         operands = (rows.values, values, rows.scales.T.reshape(x.shape[0], -1), scales)
+    biases = () if bias is None else (pad_axis(bias, 1, PRODUCT_COLS),)
+    num_scales = len(operands) - 2
 
     def body(x_ref, w_ref, *refs):
-        *scale_refs, owners_ref, out_ref = refs
+        scale_refs, (owners_ref, *bias_refs, out_ref) = refs[:num_scales], refs[num_scales:]
         tile = pl.program_id(0)
         rows = pl.ds(tile * ROWS, ROWS)
         cols = pl.ds(pl.program_id(1) * PRODUCT_COLS, PRODUCT_COLS)
@@ -149,12 +152,15 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
             total = scaled_sum(x_ref, expert_ref, *scales, rows, cols, k_len, group_len=w.group_len)
         else:
             total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
+        for bias_ref in bias_refs:
+            total = total + bias_ref[owner, cols].astype(jnp.float32)[None, :]
         out_ref[...] = total.astype(out_ref.dtype)  # ROUND: once
 
     out = run_blocks(
         body,
         *operands,
         owners,
+        *biases,
         name=name,
         grid=(num_tiles, padded_cols // PRODUCT_COLS),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], padded_cols), x.dtype),
@@ -164,7 +170,10 @@ def _grouped_linear(x, w, owners, num_tiles, *, name: str) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="num_ranks")
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int = 1) -> jax.Array:
+def expert_mlp(
+    x, expert_ids, w_gate_up, w_down, *,
+    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`. Tiles are of one size, for any number of ranks."""
     num_rows, top_k = expert_ids.shape
     rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
@@ -172,8 +181,12 @@ def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int
     slot_rows = jnp.arange(num_rows * top_k, dtype=jnp.int32) // top_k
     sources = sources.at[rows].set(slot_rows, mode="drop", unique_indices=True)
     tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
-    gate_up = _grouped_linear(tiled, w_gate_up, owners, num_tiles, name="experts_gate_up")
-    out = _grouped_linear(swiglu(gate_up), w_down, owners, num_tiles, name="experts_down")
+    biases, clamp = (None, None), None
+    if extras is not None:
+        biases, clamp = (extras.gate_up_bias, extras.down_bias), extras.clamp
+    multiply = partial(_grouped_linear, owners=owners, num_tiles=num_tiles)
+    gate_up = multiply(tiled, w_gate_up, bias=biases[0], name="experts_gate_up")
+    out = multiply(swiglu(gate_up, clamp=clamp), w_down, bias=biases[1], name="experts_down")
     out = jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
     return out.reshape(num_rows, top_k, x.shape[1])
 
@@ -213,13 +226,21 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    *,
+    top_k: int,
+    renormalise: bool,
+    extras: ClampedExperts | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
         logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0), weights
+    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras)
+    return y, weights
 
 
 def defers_experts(num_rows: int, width: int) -> bool:
@@ -236,8 +257,20 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    residual,
+    gain,
+    *,
+    top_k: int,
+    renormalise: bool,
+    eps: float,
+    extras: ClampedExperts | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    y, weights = route_mlp(x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise)
+    y, weights = route_mlp(
+        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
+    )
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

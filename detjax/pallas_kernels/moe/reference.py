@@ -17,7 +17,7 @@ def route(logits, *, num_experts: int, top_k: int, renormalise: bool):
     _refuse()
 
 
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int):
+def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int, extras=None):
     """Refuse: see `api.expert_mlp`."""
     _refuse()
 
@@ -27,7 +27,7 @@ def combine_experts_add_rms_norm(y, weights, residual, gain, *, eps: float):
     _refuse()
 
 
-def route_mlp(x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool):
+def route_mlp(x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool, extras=None):
     """Refuse: see `api.route_mlp`."""
     _refuse()
 
@@ -45,7 +45,8 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *, top_k: int, renormalise: bool, eps: float
-):
+    x, logits, w_gate_up, w_down, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float, extras=None,
+):  # fmt: skip
     """Refuse: see `api.route_mlp_add_rms_norm`."""
     _refuse()

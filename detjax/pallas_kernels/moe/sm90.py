@@ -12,6 +12,7 @@ from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.sm90_combine import (
     combine_rows_add_rms_norm,
     read_experts,
@@ -55,7 +56,15 @@ def _rows_for(x, w, interpret):
 
 
 def expert_rows(
-    x, expert_ids, w_gate_up, w_down, *, first_expert, tiles: MlpTiles, interpret=None
+    x,
+    expert_ids,
+    w_gate_up,
+    w_down,
+    *,
+    first_expert,
+    tiles: MlpTiles,
+    extras: ClampedExperts | None = None,
+    interpret=None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The rows of `expert_mlp`, [M k, D], and where each slot's row lies; None in order of slot.
 
@@ -66,16 +75,18 @@ def expert_rows(
         w_down: [e, D, F].
         first_expert: Id of the first expert here; None if every expert is.
         tiles: How to cut the products; changes no bit.
+        extras: Biases and clamp, if so.
         interpret: How to interpret the kernels, if so.
     """
     _check_supported(x, w_gate_up, w_down)
+    gate_up_bias, down_bias, clamp = _parts(extras)
     is_whole = first_expert is None
     first_expert = jnp.asarray(0 if is_whole else first_expert, jnp.int32).reshape(1)
     places = None
     if tiles.is_few:
         hidden, work = grouped_matmul_few(
-            _rows_for(x, w_gate_up, interpret), w_gate_up, expert_ids, first_expert,
-            tiles=tiles.gate_up, interpret=interpret,
+            _rows_for(x, w_gate_up, interpret), w_gate_up, expert_ids, first_expert, gate_up_bias,
+            tiles=tiles.gate_up, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     else:
         rows, places, work = sort_rows(
@@ -84,15 +95,22 @@ def expert_rows(
             interpret=interpret is not None,
         )  # fmt: skip
         hidden = grouped_matmul(
-            _rows_for(rows, w_gate_up, interpret), w_gate_up, work,
-            tiles=tiles.gate_up, by_slot=False, interpret=interpret,
+            _rows_for(rows, w_gate_up, interpret), w_gate_up, work, bias=gate_up_bias,
+            tiles=tiles.gate_up, by_slot=False, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
     out = grouped_matmul(
-        _rows_for(hidden, w_down, interpret), w_down, work, *others,
+        _rows_for(hidden, w_down, interpret), w_down, work, *others, bias=down_bias,
         tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
     )  # fmt: skip
     return out, None if tiles.by_slot else places
+
+
+def _parts(extras: ClampedExperts | None) -> tuple:
+    """Biases of the two products, and the clamp; None where there is none."""
+    if extras is None:
+        return None, None, None
+    return extras.gate_up_bias, extras.down_bias, extras.clamp
 
 
 def _tiles_for(x, top_k: int, w_gate_up, num_ranks: int = 1) -> MlpTiles:
@@ -111,7 +129,8 @@ def _tiles_for(x, top_k: int, w_gate_up, num_ranks: int = 1) -> MlpTiles:
 @functools.partial(jax.jit, static_argnames=("num_ranks", "tiles", "interpret"))
 def expert_mlp(
     x, expert_ids, w_gate_up, w_down, *,
-    first_expert, num_ranks: int = 1, tiles: MlpTiles | None = None, interpret=None,
+    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+    tiles: MlpTiles | None = None, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`.
 
@@ -122,6 +141,7 @@ def expert_mlp(
         w_down: The second matrix of each.
         first_expert: Id of the first of them.
         num_ranks: That share the experts.
+        extras: Biases and clamp, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -138,7 +158,7 @@ def expert_mlp(
     tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up, num_ranks)
     y, places = expert_rows(
         x, expert_ids, w_gate_up, w_down,
-        first_expert=first_expert, tiles=tiles, interpret=interpret,
+        first_expert=first_expert, tiles=tiles, extras=extras, interpret=interpret,
     )  # fmt: skip
     if places is not None:
         y = unsort_rows(y, places, interpret=interpret is not None)
@@ -164,7 +184,7 @@ def combine_experts_add_rms_norm(
 @functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
 def expert_mlp_add_rms_norm(
     x, expert_ids, weights, w_gate_up, w_down, residual, gain, *,
-    eps: float, tiles: MlpTiles | None = None, interpret=None,
+    eps: float, extras: ClampedExperts | None = None, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`expert_mlp` of all experts, then `combine_experts_add_rms_norm`: no row is put in order.
 
@@ -174,8 +194,9 @@ def expert_mlp_add_rms_norm(
     """
     tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up)
     y, places = expert_rows(
-        x, expert_ids, w_gate_up, w_down, first_expert=None, tiles=tiles, interpret=interpret
-    )
+        x, expert_ids, w_gate_up, w_down,
+        first_expert=None, tiles=tiles, extras=extras, interpret=interpret,
+    )  # fmt: skip
     if places is not None:
         places = places.reshape(expert_ids.shape)
     return combine_rows_add_rms_norm(
@@ -186,7 +207,8 @@ def expert_mlp_add_rms_norm(
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "eps", "tiles", "interpret"))
 def route_mlp_add_rms_norm(
     x, logits, w_gate_up, w_down, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float, tiles: MlpTiles | None = None, interpret=None,
+    top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+    tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: few rows are routed in the launch of the first product.
 
@@ -200,6 +222,7 @@ def route_mlp_add_rms_norm(
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square.
+        extras: Biases and clamp of the experts, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -215,11 +238,11 @@ def route_mlp_add_rms_norm(
         )  # fmt: skip
         return expert_mlp_add_rms_norm(
             x, ids, weights, w_gate_up, w_down, residual, gain,
-            eps=eps, tiles=tiles, interpret=interpret,
+            eps=eps, extras=extras, tiles=tiles, interpret=interpret,
         )  # fmt: skip
     y, weights = route_mlp(
         x, logits, w_gate_up, w_down,
-        top_k=top_k, renormalise=renormalise, tiles=tiles, interpret=interpret,
+        top_k=top_k, renormalise=renormalise, extras=extras, tiles=tiles, interpret=interpret,
     )  # fmt: skip
     return combine_experts_add_rms_norm(
         y, weights, residual, gain, eps=eps, interpret=interpret is not None
@@ -229,7 +252,8 @@ def route_mlp_add_rms_norm(
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def route_mlp(
     x, logits, w_gate_up, w_down, *,
-    top_k: int, renormalise: bool, tiles: MlpTiles | None = None, interpret=None,
+    top_k: int, renormalise: bool, extras: ClampedExperts | None = None,
+    tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: few rows are routed in the launch of the first product.
 
@@ -240,6 +264,7 @@ def route_mlp(
         w_down: The second matrix of each.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
+        extras: Biases and clamp of the experts, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -254,29 +279,26 @@ def route_mlp(
         ids, weights = route(
             logits, num_experts=num_experts, **options, interpret=interpret is not None
         )
-        y = expert_mlp(x, ids, w_gate_up, w_down, first_expert=0, tiles=tiles, interpret=interpret)
+        y = expert_mlp(
+            x, ids, w_gate_up, w_down,
+            first_expert=0, extras=extras, tiles=tiles, interpret=interpret,
+        )  # fmt: skip
         return y, weights
     _check_supported(x, w_gate_up, w_down)
     check_routes(num_experts, top_k)
-    options |= {"tiles": tiles.gate_up, "interpret": interpret}
+    gate_up_bias, down_bias, clamp = _parts(extras)
+    first = (_rows_for(x, w_gate_up, interpret), w_gate_up, logits, gate_up_bias)
+    options |= {"tiles": tiles.gate_up, "clamp": clamp, "interpret": interpret}
     if x.shape[0] == 1:
-        hidden, ids, weights = routed_matmul_one(
-            _rows_for(x, w_gate_up, interpret), w_gate_up, logits, **options
-        )
+        hidden, ids, weights = routed_matmul_one(*first, **options)
         rows = _rows_for(hidden, w_down, interpret)
-        y = one_row_matmul(rows, w_down, ids[0], tiles=tiles.down, interpret=interpret)
+        y = one_row_matmul(rows, w_down, ids[0], down_bias, tiles=tiles.down, interpret=interpret)
     else:
-        hidden, work, _, weights = routed_matmul_few(
-            _rows_for(x, w_gate_up, interpret), w_gate_up, logits, **options
-        )
+        hidden, work, _, weights = routed_matmul_few(*first, **options)
         y = grouped_matmul(
-            _rows_for(hidden, w_down, interpret),
-            w_down,
-            work,
-            tiles=tiles.down,
-            by_slot=True,
-            interpret=interpret,
-        )
+            _rows_for(hidden, w_down, interpret), w_down, work, bias=down_bias,
+            tiles=tiles.down, by_slot=True, interpret=interpret,
+        )  # fmt: skip
     return y.reshape(x.shape[0], top_k, x.shape[1]), weights
 
 

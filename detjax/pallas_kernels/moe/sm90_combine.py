@@ -29,6 +29,25 @@ def _weighted(ys: list, weights: list, math: rows.Arithmetic):
     return total
 
 
+HALF_CHUNK = rows.LANES // 2
+RAGGED_VEC_LEN = 2
+"""Neighbouring channels of a thread where a width is no multiple of a warpgroup's threads."""
+
+
+def _vec_len(width: int, choices: tuple[int, ...]) -> int:
+    """Neighbouring channels of a thread.
+
+    Raises:
+        NotImplementedError: If rows have no aligned pieces.
+    """
+    if width % HALF_CHUNK or width < rows.LANES * RAGGED_VEC_LEN and width % rows.LANES:
+        raise NotImplementedError(
+            f"sm90 moves and combines experts of a multiple of {HALF_CHUNK} channels, from "
+            f"{rows.LANES * RAGGED_VEC_LEN} on if not of {rows.LANES}, not {width}; use portable"
+        )
+    return next((v for v in choices if width % (rows.LANES * v) == 0), RAGGED_VEC_LEN)
+
+
 def _reader(y_gmem, places_gmem, weights_gmem, row, top_k: int):
     """The rows of `y` and the weights of one token."""
     weights = [weights_gmem[row, r] for r in range(top_k)]
@@ -55,12 +74,7 @@ def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
     """The weighted sum of each row's experts, float32 [M, D]."""
     num_rows, top_k = weights.shape
     width = y.shape[-1]
-    vec_len = next((v for v in (4, 2, 1) if width % (rows.LANES * v) == 0), None)
-    if vec_len is None:
-        raise NotImplementedError(
-            f"sm90 combines experts of a multiple of {rows.LANES} channels, not {width}; "
-            "use portable"
-        )
+    vec_len = _vec_len(width, (4, 2, 1))
     size = rows.LANES * vec_len
     math = rows.strided(size, vec_len, interpret)
 
@@ -70,7 +84,11 @@ def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
         weights_gmem,  # [M, k] f32
         out_gmem,  # [M, D] f32
     ):
-        row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("piece") * size, size)
+        row, start = lax.axis_index("row"), lax.axis_index("piece") * size
+        if width % size:
+            # The last piece starts early instead of ending late: some columns are written twice.
+            start = pl.multiple_of(jnp.minimum(start, width - size), HALF_CHUNK)
+        columns = pl.ds(start, size)
         slots, scales = _reader(y_gmem, places_gmem, weights_gmem, row, top_k)
         ys = [math.load(y_gmem.at[slot, columns]) for slot in slots]
         out_gmem[row, columns] = _weighted(ys, scales, math)
@@ -79,7 +97,7 @@ def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
         body,
         (y, places, weights),
         out=jax.ShapeDtypeStruct((num_rows, width), jnp.float32),
-        grid={"piece": width // size, "row": num_rows},
+        grid={"piece": pl.cdiv(width, size), "row": num_rows},
         name="detjax_moe_combine",
         is_interpreted=interpret,
     )
@@ -181,12 +199,11 @@ def unsort_rows(y, places, *, interpret: bool = False) -> jax.Array:
         interpret: Run in interpret mode.
     """
     num_slots, width = y.shape
-    vec_len = next((v for v in (8, 4, 2, 1) if width % (rows.LANES * v) == 0), None)
-    if vec_len is None:
-        raise NotImplementedError(
-            f"sm90 moves rows of a multiple of {rows.LANES} channels, not {width}; use portable"
-        )
-    math = rows.strided(width, vec_len, interpret)
+    vec_len = _vec_len(width, (8, 4, 2, 1))
+    size = rows.LANES * vec_len if width % rows.LANES else width
+    math = rows.strided(size, vec_len, interpret)
+    pieces = [(pl.ds(min(start, width - size), size),) for start in range(0, width, size)]
+    pieces = pieces if width % rows.LANES else [()]
 
     def body(y_gmem, places_gmem, out_gmem):
         slot = lax.axis_index("slot")
@@ -194,11 +211,13 @@ def unsort_rows(y, places, *, interpret: bool = False) -> jax.Array:
 
         @pl.when(place >= 0)
         def _():
-            out_gmem[slot] = math.load(y_gmem.at[place])
+            for columns in pieces:
+                out_gmem[(slot, *columns)] = math.load(y_gmem.at[(place, *columns)])
 
         @pl.when(place < 0)
         def _():
-            out_gmem[slot] = math.full((width,), 0, y.dtype)
+            for columns in pieces:
+                out_gmem[(slot, *columns)] = math.full((size,), 0, y.dtype)
 
     return rows.run_kernel(
         body,

@@ -7,6 +7,7 @@ the 64-row one. A tile that is not full multiplies its neighbours' rows too and 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from detjax.pallas_kernels.linear.quantized import block_rows_of, operands_of
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     ChunkScales,
+    add_bias,
     chunked_sum,
     leaf_sum,
     load_vector,
@@ -45,6 +47,7 @@ from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_ring import Ring
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 
@@ -107,6 +110,7 @@ class _Operands(NamedTuple):
     logits: Any = None  # [M, e] f32, of the router
     ids: Any = None  # [S] int32, the expert of each slot
     first_expert: Any = None  # [1] int32
+    bias: Any = None  # [e, N], or [e, 2 F] if gated
 
 
 class _Results(NamedTuple):
@@ -150,6 +154,7 @@ class _Plan:
         writes_zeros: Whether slots of experts that are not here get zeros.
         block_rows: Outputs that share a scale of float8; 0 if operands are bfloat16.
         is_interpreted: Whether a CPU interprets the kernel.
+        clamp: Of the gated epilogue, or None.
     """
 
     tiles: GroupedTiles
@@ -163,6 +168,7 @@ class _Plan:
     writes_zeros: bool
     block_rows: int
     is_interpreted: bool
+    clamp: SwigluClamp | None
 
     @property
     def makes_list(self) -> bool:
@@ -344,24 +350,26 @@ class _Cta:
         def one_turn(turn, _):
             entry, col = self.locate(turn)
             start, count = self.rows_of(entry)
-            one_tile(turn * self.plan.steps, entry, start, count, col)
+            one_tile(turn * self.plan.steps, start, count, col, entry)
             return ()
 
         lax.fori_loop(0, self.num_turns(), one_turn, ())
         plgpu.wait_smem_to_gmem(0)
 
-    def flat_tile(self, first, entry, start, count, col) -> None:
+    def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
         slots = self.slots_of(start)
-        self.store_flat(self.product(first, entry, col), start, count, col, slots)
+        total = self.product(first, entry, col)
+        self.store_flat(total, start, count, col, slots, entry)
 
-    def tall_tile(self, first, entry, start, count, col) -> None:
+    def tall_tile(self, first, start, count, col, entry) -> None:
         """A tile of 64 rows a warpgroup; one without rows gives back its steps of the ring."""
         mine = jnp.clip(count - self.wg * 64, 0, 64)
 
         @pl.when(mine > 0)
         def _():
-            self.store_tall(self.product(first, entry, col), start + self.wg * 64, mine, col)
+            total = self.product(first, entry, col)
+            self.store_tall(total, start + self.wg * 64, mine, col, entry)
 
         @pl.when(mine == 0)
         def _():
@@ -404,7 +412,7 @@ class _Cta:
                 multiply=multiply_slab,
                 give=give,
                 num_chunks=plan.slabs,
-                scales=self.chunk_scales(first, self.expert_of(entry), col),
+                scales=self.chunk_scales(first, entry, col),
             )
         total = leaf_sum(
             (t.wg_rows, t.cols),
@@ -416,8 +424,11 @@ class _Cta:
         )
         return tuple(total[piece] for piece in plan.pieces)
 
-    def chunk_scales(self, first, expert, col) -> ChunkScales:
-        """Scales of a tile from output `col` on, whose first step is the ring's step `first`."""
+    def chunk_scales(self, first, entry, col) -> ChunkScales:
+        """Scales of a tile from output `col` on, whose first step is the ring's step `first`.
+
+        # WHY, late: as in `with_biases`.
+        """
         plan, t = self.plan, self.plan.tiles
         if t.is_swapped:
             col = col + self.wg * plan.wg_out
@@ -427,6 +438,7 @@ class _Cta:
         axis = 1 if t.is_swapped else 0
 
         def of_weights(i, j):
+            expert = self.expert_of(entry)
             blocks = [lax.div(col + it, plan.block_rows) for it in plan.piece_weights]
             return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
 
@@ -438,6 +450,7 @@ class _Cta:
         return ChunkScales(
             of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
             piece_shape=piece_shape, math=math,
+            is_late=plan.is_one_row and plan.few is not None,
         )  # fmt: skip
 
     def slots_of(self, start) -> list:
@@ -452,18 +465,36 @@ class _Cta:
             return [self.work.order[place] for place in places]
         return [read_now(self.work.order, p, is_interpreted=plan.is_interpreted) for p in places]
 
+    def with_biases(self, pieces: list, entry, first: Callable[[], Any], axis: int) -> list:
+        """A sum, or gates and ups, with the biases of a tile's expert, if it has any.
+
+        Outputs from `first()` lie along `axis`.
+
+        # WHY: behind the product. Where the warpgroup that loads chose a row's experts, the barrier
+        # of the first step is what makes its choice seen.
+        """
+        bias = self.operands.bias
+        if bias is None:
+            return pieces
+        own, start = bias.at[self.expert_of(entry)], first()
+        return [
+            add_bias(piece, own, start + i * self.plan.num_out, axis)
+            for i, piece in enumerate(pieces)
+        ]
+
     def gated(self, gates, ups):
         """SwiGLU of two accumulators, in bfloat16."""
         math = sm90_rows.Arithmetic(
             layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
         )
-        return gated_bf16(gates, ups, math)
+        return gated_bf16(gates, ups, math, self.plan.clamp)
 
-    def store_flat(self, total, start, count, col, slots: list) -> None:
+    def store_flat(self, total, start, count, col, slots: list, entry) -> None:
         """Store a transposed accumulator: its rows in sorted order, or each at its place."""
         plan, t, (out_smem, out_tma) = self.plan, self.plan.tiles, self.out_views
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out = self.gated(*total) if t.is_gated else total[0]
+        pieces = self.with_biases(list(total), entry, lambda: col + self.wg * plan.wg_out, 0)
+        out = self.gated(*pieces) if t.is_gated else pieces[0]
         put_transposed(out, out_smem.at[self.wg])
         cols = pl.ds(col + self.wg * plan.wg_out, plan.wg_out)
         if not plan.places_rows:
@@ -487,13 +518,15 @@ class _Cta:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def store_tall(self, total, start, count, col) -> None:
+    def store_tall(self, total, start, count, col, entry) -> None:
         """Store the first `count` rows of an accumulator."""
         t, (out_smem, out_tma) = self.plan.tiles, self.out_views
         for i, c in enumerate(range(0, t.out_cols, SPAN)):
-            block = total[i]
+            pieces = [total[i]]
             if t.is_gated:
-                block = self.gated(block, total[len(total) // 2 + i])
+                pieces.append(total[len(total) // 2 + i])
+            pieces = self.with_biases(pieces, entry, lambda c=c: col + c, 1)
+            block = self.gated(*pieces) if t.is_gated else pieces[0]
             staged = (self.wg, i % 2)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             out_smem.at[*staged][...] = block.astype(jnp.bfloat16)  # ROUND: once
@@ -667,7 +700,7 @@ def _memory_types(plan: _Plan) -> _Memory:
 
 def _grouped(
     operands: _Operands, *, tiles: GroupedTiles, by_slot: bool = False, few: Few | None = None,
-    is_one_row: bool = False, interpret,
+    is_one_row: bool = False, clamp: SwigluClamp | None = None, interpret,
 ) -> _Results:  # fmt: skip
     """Launch the kernel; what the arguments are says `_Plan`."""
     block_rows = block_rows_of(operands.w)
@@ -680,7 +713,7 @@ def _grouped(
         num_out=num_weights // (2 if tiles.is_gated else 1), k_len=k_len, few=few,
         is_one_row=is_one_row, by_slot=by_slot,
         writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
-        is_interpreted=interpret is not None,
+        is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
     plan.check()
 
@@ -715,10 +748,10 @@ def _grouped(
     return made
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "by_slot", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiles", "by_slot", "clamp", "interpret"))
 def grouped_matmul(
-    x, w, work: GroupedWork, ids=None, first_expert=None, *,
-    tiles: GroupedTiles, by_slot: bool, interpret=None,
+    x, w, work: GroupedWork, ids=None, first_expert=None, bias=None, *,
+    tiles: GroupedTiles, by_slot: bool, clamp: SwigluClamp | None = None, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """Multiply each expert's sorted rows with its weights: `round(x W^T)`, gated if tiles are.
 
@@ -729,9 +762,11 @@ def grouped_matmul(
         work: Of `sort_rows`, for tiles of `tiles.tile_rows`.
         ids: int32 [S], the expert of each slot; None if every expert is here.
         first_expert: int32 [1], the first expert here; with ids.
+        bias: [e, N] or [e, 2 F], added last; None adds none.
         tiles: How to cut it; changes no bit.
         by_slot: Whether the output's rows lie in order of slot, and those of experts that are not
             here are zeros. Else in sorted order.
+        clamp: Of the gates and ups, if so.
         interpret: How to interpret it, if so.
 
     Numerics:
@@ -739,28 +774,38 @@ def grouped_matmul(
         as `sm90_w8a8.w8a8_product`.
         # ROUND: as `linear`, or as `linear_swiglu`.
     """
-    operands = _Operands(x=x, w=w, work=work, ids=ids, first_expert=first_expert)
-    return _grouped(operands, tiles=tiles, by_slot=by_slot, interpret=interpret).out
+    operands = _Operands(x=x, w=w, work=work, ids=ids, first_expert=first_expert, bias=bias)
+    return _grouped(operands, tiles=tiles, by_slot=by_slot, clamp=clamp, interpret=interpret).out
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
-def one_row_matmul(x, w, ids, *, tiles: GroupedTiles, interpret=None) -> jax.Array:
+def one_row_matmul(x, w, ids, bias=None, *, tiles: GroupedTiles, interpret=None) -> jax.Array:
     """`grouped_matmul` of a row's experts, in order of rank: row r of `x` by expert `ids[r]`.
 
     Args:
         x: A row an expert, [k, K].
         w: As for `grouped_matmul`, of every expert.
         ids: int32 [k], all different.
+        bias: As for `grouped_matmul`.
         tiles: Swapped, with 8 columns.
         interpret: How to interpret it, if so.
     """
-    operands = _Operands(x=x, w=w, ids=ids)
+    operands = _Operands(x=x, w=w, ids=ids, bias=bias)
     return _grouped(operands, tiles=tiles, by_slot=True, is_one_row=True, interpret=interpret).out
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "clamp", "interpret"))
 def routed_matmul_one(
-    x, w, logits, *, top_k: int, renormalise: bool, tiles: GroupedTiles, interpret=None
+    x,
+    w,
+    logits,
+    bias=None,
+    *,
+    top_k: int,
+    renormalise: bool,
+    tiles: GroupedTiles,
+    clamp: SwigluClamp | None = None,
+    interpret=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`routed_matmul_few` of one row, in order of rank: no list is made, as none is needed.
 
@@ -768,23 +813,35 @@ def routed_matmul_one(
         x: A row, [1, K].
         w: As for `grouped_matmul`, of every expert.
         logits: float32 [1, e], or wider: what is behind the experts' is not read.
+        bias: As for `grouped_matmul`.
         top_k: Experts of the row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
+        clamp: As for `grouped_matmul`.
         interpret: How to interpret it, if so.
 
     Returns:
         The rows of outputs, [k, N], and the ids and weights of `route`, [1, k].
     """
     few = Few(top_k=top_k, routes=True, renormalise=renormalise)
-    operands = _Operands(x=x, w=w, logits=logits)
-    made = _grouped(operands, tiles=tiles, few=few, is_one_row=True, interpret=interpret)
+    operands = _Operands(x=x, w=w, logits=logits, bias=bias)
+    made = _grouped(
+        operands, tiles=tiles, few=few, is_one_row=True, clamp=clamp, interpret=interpret
+    )
     return made.out, made.ids, made.weights
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiles", "clamp", "interpret"))
 def grouped_matmul_few(
-    x, w, expert_ids, first_expert, *, tiles: GroupedTiles, interpret=None
+    x,
+    w,
+    expert_ids,
+    first_expert,
+    bias=None,
+    *,
+    tiles: GroupedTiles,
+    clamp: SwigluClamp | None = None,
+    interpret=None,
 ) -> tuple[jax.Array, GroupedWork]:
     """`sort_rows` and `grouped_matmul` of at most 8 rows and LANES slots in one launch.
 
@@ -796,21 +853,33 @@ def grouped_matmul_few(
         w: As for `grouped_matmul`.
         expert_ids: int32 [M, k].
         first_expert: int32 [1].
+        bias: As for `grouped_matmul`.
         tiles: Swapped, with 8 columns.
+        clamp: Likewise.
         interpret: How to interpret it, if so.
 
     Returns:
         The sorted rows of outputs, and the list.
     """
-    operands = _Operands(x=x, w=w, ids=expert_ids.reshape(-1), first_expert=first_expert)
+    ids = expert_ids.reshape(-1)
+    operands = _Operands(x=x, w=w, ids=ids, first_expert=first_expert, bias=bias)
     few = Few(top_k=expert_ids.shape[1])
-    made = _grouped(operands, tiles=tiles, few=few, interpret=interpret)
+    made = _grouped(operands, tiles=tiles, few=few, clamp=clamp, interpret=interpret)
     return made.out, made.work
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "clamp", "interpret"))
 def routed_matmul_few(
-    x, w, logits, *, top_k: int, renormalise: bool, tiles: GroupedTiles, interpret=None
+    x,
+    w,
+    logits,
+    bias=None,
+    *,
+    top_k: int,
+    renormalise: bool,
+    tiles: GroupedTiles,
+    clamp: SwigluClamp | None = None,
+    interpret=None,
 ) -> tuple[jax.Array, GroupedWork, jax.Array, jax.Array]:
     """`grouped_matmul_few` of all experts, and `route` before it in the same launch.
 
@@ -818,9 +887,11 @@ def routed_matmul_few(
         x: Rows, [M, K].
         w: As for `grouped_matmul`, of every expert.
         logits: float32 [M, e], or wider: columns behind the experts' are not read.
+        bias: As for `grouped_matmul`.
         top_k: Experts of a row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
+        clamp: As for `grouped_matmul`.
         interpret: How to interpret it, if so.
 
     Returns:
@@ -830,5 +901,6 @@ def routed_matmul_few(
         The instructions of `route` in every CTA, so its bits.
     """
     few = Few(top_k=top_k, routes=True, renormalise=renormalise)
-    made = _grouped(_Operands(x=x, w=w, logits=logits), tiles=tiles, few=few, interpret=interpret)
+    operands = _Operands(x=x, w=w, logits=logits, bias=bias)
+    made = _grouped(operands, tiles=tiles, few=few, clamp=clamp, interpret=interpret)
     return made.out, made.work, made.ids, made.weights

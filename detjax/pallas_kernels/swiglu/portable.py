@@ -2,26 +2,50 @@
 """SwiGLU on blocks of 16 rows and 128 columns."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
 
 def _silu(g: jax.Array) -> jax.Array:
     return g / (1.0 + jnp.exp(-g))
 
 
-@jax.jit
-def swiglu(gate_up) -> jax.Array:
+@partial(jax.jit, static_argnames=("clamp",))
+def swiglu(gate_up, *, clamp: SwigluClamp | None = None) -> jax.Array:
     """See `api.swiglu`."""
-    return gate_columns(gate_up, _silu, name="swiglu")
+    if clamp is None:
+        return gate_columns(gate_up, _silu, name="swiglu")
+    alpha, limit = float(np.float32(clamp.alpha)), float(np.float32(clamp.limit))
+
+    def clamped_silu(g: jax.Array) -> jax.Array:
+        g = jnp.minimum(g, limit)
+        return g / (1.0 + jnp.exp(-(alpha * g)))
+
+    def clamped(u: jax.Array) -> jax.Array:
+        return jnp.minimum(jnp.maximum(u, -limit), limit) + 1.0
+
+    return gate_columns(gate_up, clamped_silu, clamped, name="clamped_swiglu")
 
 
-def gate_columns(gate_up, gating: Callable[[jax.Array], jax.Array], *, name: str) -> jax.Array:
-    """`round(gating(g) * u)` of the first half of the columns and the second, in float32."""
+def _as_it_is(u: jax.Array) -> jax.Array:
+    return u
+
+
+def gate_columns(
+    gate_up,
+    gating: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array], jax.Array] = _as_it_is,
+    *,
+    name: str,
+) -> jax.Array:
+    """`round(gating(g) * gated(u))` of the first half of the columns and the second, in float32."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     halves = gate_up[:, :width], gate_up[:, width:]
     gate, up = (pad_axis(pad_axis(x, 0, ROWS), 1, COLS) for x in halves)
@@ -30,7 +54,7 @@ def gate_columns(gate_up, gating: Callable[[jax.Array], jax.Array], *, name: str
         block = pl.ds(pl.program_id(0) * ROWS, ROWS), pl.ds(pl.program_id(1) * COLS, COLS)
         g = gate_ref[block].astype(jnp.float32)
         u = up_ref[block].astype(jnp.float32)
-        out_ref[...] = (gating(g) * u).astype(out_ref.dtype)  # ROUND: once
+        out_ref[...] = (gating(g) * gated(u)).astype(out_ref.dtype)  # ROUND: once
 
     out = run_blocks(
         body,

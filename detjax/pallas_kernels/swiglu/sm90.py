@@ -14,6 +14,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
 Gating = Callable[[Any, Any, rows.Arithmetic], Any]
 """Of gates and ups, float32 values in registers."""
@@ -37,6 +38,18 @@ def over_decay(gate, exponent, math: rows.Arithmetic):
     )
 
 
+def clamped(gate, up, math: rows.Arithmetic, clamp: SwigluClamp):
+    """`gated` of a clamped gate and up: `gate / (1 + exp(-(alpha * gate))) * (up + 1)`.
+
+    # ORDER: alpha times the gate, and up + 1, each rounded; then as `gated`. A NaN stays one.
+    """
+    alpha, limit, lowest, one = (
+        math.full(gate.shape, value) for value in (clamp.alpha, clamp.limit, -clamp.limit, 1.0)
+    )
+    gate, up = jnp.minimum(gate, limit), jnp.minimum(jnp.maximum(up, lowest), limit)
+    return math.mul(over_decay(gate, math.mul(gate, alpha), math), math.add(up, one))
+
+
 def _round_pair(register):
     """Two float32 to bfloat16 and back; a bfloat16 is the upper half of its float32."""
     i32 = ir.IntegerType.get_signless(32)
@@ -52,7 +65,7 @@ def _round_pair(register):
     return vector.from_elements(register.type, values)
 
 
-def gated_bf16(gate, up, math: rows.Arithmetic):
+def gated_bf16(gate, up, math: rows.Arithmetic, clamp: SwigluClamp | None = None):
     """`gated` of float32 values that a kernel of its own would read as bfloat16.
 
     # ROUND: gate and up to bfloat16, as if they had been written.
@@ -63,7 +76,8 @@ def gated_bf16(gate, up, math: rows.Arithmetic):
     def plain(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-    return gated(*(math.apply(_round_pair, plain, x) for x in (gate, up)), math)
+    gate, up = (math.apply(_round_pair, plain, x) for x in (gate, up))
+    return gated(gate, up, math) if clamp is None else clamped(gate, up, math, clamp)
 
 
 def _piece(width: int) -> tuple[int, int]:
@@ -81,8 +95,10 @@ def _piece(width: int) -> tuple[int, int]:
     return (size * 2 if width % (size * 2) == 0 else size), vec_len
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def swiglu(gate_up, up=None, *, interpret: bool = False) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("clamp", "interpret"))
+def swiglu(
+    gate_up, up=None, *, clamp: SwigluClamp | None = None, interpret: bool = False
+) -> jax.Array:
     """See `api.swiglu`; with `up`, the first argument is the gates alone, [M, F].
 
     Raises:
@@ -90,10 +106,14 @@ def swiglu(gate_up, up=None, *, interpret: bool = False) -> jax.Array:
 
     Numerics:
         Elementwise in float32: exp of libdevice, `1 + e` rounded, div.full (2 ulp), times `up`.
+        With a clamp, as `clamped` says.
         # ROUND: once, to the dtype. The fused form has the same bits: it only reads elsewhere.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    return gate_columns(gate_up, up, gated, name="detjax_swiglu", interpret=interpret)
+    if clamp is None:
+        return gate_columns(gate_up, up, gated, name="detjax_swiglu", interpret=interpret)
+    gating = functools.partial(clamped, clamp=clamp)
+    return gate_columns(gate_up, up, gating, name="detjax_clamped_swiglu", interpret=interpret)
 
 
 def gate_columns(gate_up, up, gating: Gating, *, name: str, interpret: bool) -> jax.Array:
