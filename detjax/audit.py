@@ -3,19 +3,24 @@
 
 The model gets the answer in windows of many tokens. At each position the choice is made again
 from the published noise. Prefill and decode have the same bits, so this is exact: every token and
-every float32 logprob must equal the receipt's.
+every float32 logprob must equal the receipt's. With --positions tokens are drawn, and answers are
+checked as far as the last one that is drawn in them.
 """
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from detjax.cli.command_line import CommandParser, check_counts, description_of
-from detjax.cli.errors import exit_code
+from detjax.cli.command_line import CommandParser, check_counts, check_file, description_of
+from detjax.cli.errors import InputError, exit_code
 from detjax.cli.options import Option
-from detjax.cli.receipts import make_receipt_parser, run_command
-from detjax.proof.windows import MOST_WINDOW, audit_options, longest_first
+from detjax.cli.receipts import CheckPlan, make_receipt_parser, run_command
+from detjax.pallas_kernels.backend import Backend
+from detjax.proof.windows import MOST_WINDOW, audit_options, cpu_audit_options, longest_first
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.receipt import Receipt
@@ -26,6 +31,24 @@ _WINDOW = Option(
     default_text=f"what pads least, {MOST_WINDOW} at most",
     help="tokens of an answer in a window",
 )
+_POSITIONS = Option(
+    name="positions",
+    parse=int,
+    default_text="all",
+    help="draw so many tokens of all answers; check each answer up to its last one, others not",
+)
+_SEED = Option(
+    name="seed",
+    metavar="TEXT",
+    default_text="drawn, and printed",
+    help="decides which positions are drawn: any text, such as the value of a public beacon",
+)
+_RESULTS = Option(
+    name="results",
+    metavar="FILE",
+    parse=Path,
+    help="keep the result of each receipt here; what is there is not checked again",
+)
 
 
 def make_parser() -> CommandParser:
@@ -33,8 +56,8 @@ def make_parser() -> CommandParser:
     return make_receipt_parser(
         "audit",
         description_of(__doc__),
-        "python -m detjax.audit answers.jsonl",
-        (_WINDOW,),
+        "python -m detjax.audit answers.jsonl --backend reference --positions 20 --seed beacon",
+        (_WINDOW, _POSITIONS, _SEED, _RESULTS),
     )
 
 
@@ -44,21 +67,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    check_counts(args, (_WINDOW,))
+    check_counts(args, (_WINDOW, _POSITIONS))
+    if args.seed is not None and args.positions is None:
+        raise InputError(f"{_SEED.flag} {args.seed} draws nothing without {_POSITIONS.flag}")
+    if args.results is not None:
+        check_file(_RESULTS.flag, args.results)
+    return run_command(args, what="audited", plan=partial(_plan, args))
 
-    def answer_lens(receipts: Sequence["Receipt"]) -> list[int]:
-        return [len(receipt.token_ids) for receipt in receipts]
 
-    def engine_options(receipts: Sequence["Receipt"]) -> dict[str, Any]:
-        prompt_lens = [len(receipt.prompt_token_ids) for receipt in receipts]
-        return audit_options(answer_lens(receipts), prompt_lens, window=args.window)
+def _plan(args: argparse.Namespace, receipts: Sequence["Receipt"], backend: Backend) -> CheckPlan:
+    """Draw positions, and choose steps that fit what is checked."""
+    from detjax.proof.positions import checked_lens, draw_positions
 
-    return run_command(
-        args,
-        what="audited",
-        engine_options=engine_options,
+    tokens = [len(receipt.token_ids) for receipt in receipts]
+    lens, drawn, not_checked = tokens, "", ""
+    if args.positions is not None:
+        seed = secrets.token_hex(8) if args.seed is None else args.seed
+        places = draw_positions(receipts, args.positions, seed)
+        lens = checked_lens(len(receipts), places)
+        drawn = f"{len(places)} positions of {sum(tokens)}, with --seed {seed}"
+        not_checked = f"{sum(tokens) - sum(lens)} tokens behind the last drawn one of each receipt"
+    checked = [i for i, n in enumerate(lens) if n]
+    sizes = [lens[i] for i in checked], [len(receipts[i].prompt_token_ids) for i in checked]
+    if backend.platform == "cpu":
+        options = cpu_audit_options(*sizes, num_replicas=args.dp, window=args.window)
+    else:
+        options = audit_options(*sizes, window=args.window)
+    return CheckPlan(
+        engine_options=options,
+        order=longest_first(lens),
         has_predictions=True,
-        order=lambda receipts: longest_first(answer_lens(receipts)),
+        checked_lens=lens,
+        drawn=drawn,
+        not_checked=not_checked,
+        results=args.results,
     )
 
 

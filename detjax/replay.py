@@ -7,6 +7,7 @@ Every token and every float32 logprob must have the same bits.
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from detjax.cli.command_line import CommandParser, description_of
 from detjax.cli.errors import InputError, exit_code
 from detjax.cli.options import CANONICAL_MODE, Option
-from detjax.cli.receipts import make_receipt_parser, run_command
+from detjax.cli.receipts import CheckPlan, make_receipt_parser, run_command
+from detjax.pallas_kernels.backend import Backend
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.proof.receipt import Receipt
@@ -47,17 +49,18 @@ def _run(args: argparse.Namespace) -> int:
     if args.shuffle is not None and args.shuffle < 0:
         raise InputError(f"{_SHUFFLE.flag} {args.shuffle} must be at least 0")
 
-    def order(receipts: Sequence["Receipt"]) -> Sequence[int]:
-        if args.shuffle is None:
-            return range(len(receipts))
-        return np.random.default_rng(args.shuffle).permutation(len(receipts)).tolist()
+    return run_command(args, what="replayed", plan=partial(_plan, args))
 
-    return run_command(
-        args,
-        what="replayed",
-        engine_options=lambda receipts: {"mode": args.mode},
-        has_predictions=False,
+
+def _plan(args: argparse.Namespace, receipts: Sequence["Receipt"], backend: Backend) -> CheckPlan:
+    order = list(range(len(receipts)))
+    if args.shuffle is not None:
+        order = np.random.default_rng(args.shuffle).permutation(len(receipts)).tolist()
+    return CheckPlan(
+        engine_options={"mode": args.mode},
         order=order,
+        has_predictions=False,
+        checked_lens=[len(receipt.token_ids) for receipt in receipts],
     )
 
 

@@ -174,6 +174,8 @@ def _certify(args: argparse.Namespace, restarted: NewProcess) -> int:
             console.print(f"{outcome.claim}, {outcome.case}: {outcome.first}", markup=False)
             if outcome.cause:
                 console.print(outcome.cause, markup=False, highlight=False, soft_wrap=True)
+    for claim, reason in certificate.not_applicable.items():
+        console.print(f"{claim}: not applicable: {reason}", markup=False, soft_wrap=True)
     console.print("all claims hold" if is_proven else "NOT PROVEN", style="bold")
     if args.report is not None:
         args.report.write_text(json.dumps(certificate.json(), indent=1), encoding="utf-8")

@@ -16,6 +16,7 @@ CLAIMS = {
     "schedule-invariant": "nor on chunked prefill, shared prefixes, preemption, drafts",
     "path-consistent": "prefill, decode and verify give position t the same bits",
     "mesh-invariant": "nor on (dp, tp)",
+    "machine-invariant": "nor on the machine: a CPU computes a GPU's bits by their definition",
 }
 
 
@@ -27,7 +28,7 @@ class Outcome:
         claim: Of `CLAIMS`.
         case: The change that was tried.
         is_control: Whether it ran without the guarantee, so that it must differ.
-        num_compared: Tokens with their logprobs, or programs.
+        num_compared: Tokens with their logprobs, programs, or elements of arrays.
         num_different: How many of these differ.
         first: The first that differs, as text; empty if none does.
         seconds: Time of the case, compiling included.
@@ -58,7 +59,7 @@ class Outcome:
 
 
 class BitComparison(NamedTuple):
-    """How many tokens were compared, how many differ in a bit, and the first that does.
+    """How many tokens or elements were compared, how many differ in a bit, and the first that does.
 
     `request_idx` belongs to the first; -1 if none differs or it belongs to no request.
     """
@@ -97,12 +98,14 @@ class Certificate:
         facts: Model, numerics, build, device, configuration: names and texts.
         probe: Whether the model's sums depend on their order; otherwise equal bits would be luck.
         outcomes: In order of time.
+        not_applicable: Why a claim has no case here, by claim.
         coverage: (model, dtype, backend, mode, state), as `coverage_map` has it.
     """
 
     facts: dict[str, str]
     probe: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
+    not_applicable: dict[str, str] = field(default_factory=dict)
     coverage: list[tuple[str, str, str, str, str]] = field(default_factory=list)
 
     @property
@@ -133,6 +136,7 @@ class Certificate:
         return {
             "proven": self.is_proven,
             "claims": {claim: self.is_claim_proven(claim) for claim in self.claims()},
+            "not_applicable": self.not_applicable,
             "facts": self.facts,
             "probe": self.probe,
             "outcomes": [dataclasses.asdict(outcome) for outcome in self.outcomes],

@@ -44,6 +44,7 @@ TESTED: dict[tuple[str, str, str, str], str] = {
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
     ),
     ("qwen3_moe", "bfloat16", "portable", "invariant"): _EXPERTS,
+    ("qwen3_moe", "bfloat16", "reference", "invariant"): "tests/pallas_kernels/test_reference.py",
     ("qwen3_moe", "bfloat16", "portable", "dvr"): (
         f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
@@ -67,23 +68,18 @@ REFUSED: dict[tuple[str, Backend], str] = {
         "by float32; use portable"
     ),
     ("float32", Backend.REFERENCE): (
-        "the reference backend takes bfloat16, not float32 with float32; use portable"
+        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not float32 with "
+        "float32; use portable"
     ),
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
 
-REFUSED_EXPERTS = {
-    ("bfloat16", Backend.REFERENCE): (
-        "the reference backend has no mixtures of experts; use portable or sm90"
-    ),
-}
-"""What it refuses besides in families that have mixtures of experts."""
-
 _GEMMA_REFUSED = {
     ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
     ("bfloat16", Backend.REFERENCE): (
-        "the reference backend takes bfloat16, not bfloat16 with float32; use portable"
+        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not bfloat16 with "
+        "float32; use portable"
     ),
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
@@ -95,8 +91,7 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
 
 def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
     """Return what backends refuse in a family, by dtype."""
-    of_experts = {} if family.experts is None else REFUSED_EXPERTS
-    return REFUSED | of_experts | REFUSED_OF.get(family.name, {})
+    return REFUSED | REFUSED_OF.get(family.name, {})
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:

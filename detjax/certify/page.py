@@ -42,6 +42,8 @@ def render(certificate: Certificate) -> str:
         parts.append(f"<h2 class='{tone}'>{claim}</h2><p>{escape(CLAIMS[claim])}.</p>")
         rows = "".join(_outcome(its) for its in certificate.of(claim))
         parts.append(f"<table><tr>{OUTCOME_HEAD}</tr>{rows}</table>")
+    for claim, reason in certificate.not_applicable.items():
+        parts.append(f"<h2>{claim}</h2><p>Not applicable: {escape(reason)}.</p>")
     seconds = sum(outcome.seconds for outcome in certificate.outcomes)
     parts.append(f"<p>{len(certificate.outcomes)} cases in {seconds:.0f} s.</p>")
     parts.append("<h2>Coverage</h2><p>Mode fast makes no claim and is not listed.</p>")

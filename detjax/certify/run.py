@@ -24,6 +24,8 @@ from detjax.certify.cases import (
 from detjax.certify.certificate import Certificate, Outcome, compare
 from detjax.certify.coverage import coverage_map
 from detjax.certify.diagnosis import diagnose
+from detjax.certify.machine import CLAIM as MACHINE_CLAIM
+from detjax.certify.machine import machine_cases, why_not_applicable
 from detjax.certify.opening import facts_of, open_subject, other_meshes
 from detjax.certify.requests import AnswerBits, make_requests, plain
 from detjax.certify.subject import CompileTask, Subject, order_probe
@@ -70,6 +72,8 @@ def certify(
     """
     certificate.facts = facts_of(subject, args)
     certificate.probe = order_probe(subject.model)
+    if reason := why_not_applicable(subject.model.backend):
+        certificate.not_applicable[MACHINE_CLAIM] = reason
     begin_s = time.perf_counter()
     with background_jobs() as jobs:
         for outcome in _first_round(args, subject, restarted, certificate, jobs):
@@ -159,3 +163,5 @@ def _first_round(
         # Replicas compute what one device does: only the ranks of a layer show anything.
         if tp != args.tp:
             yield mesh_control(other, requests, alone(0))
+    if MACHINE_CLAIM not in certificate.not_applicable:
+        yield from machine_cases(subject.model.backend)

@@ -46,6 +46,8 @@ def make_table(certificate: Certificate, *, now: str = "") -> Table:
                 style=style if its.is_well else "bold red",
             )
         table.add_section()
+    for claim, reason in certificate.not_applicable.items():
+        table.add_row(claim, reason, "", "", "", "not applicable", style="dim")
     return table
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,22 +119,41 @@ def make_receipt_parser(
     return parser
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckPlan:
+    """How receipts are checked.
+
+    Attributes:
+        engine_options: Fields of `EngineConfig`.
+        order: In which receipts are asked, as indices.
+        has_predictions: As `rerun` has it.
+        checked_lens: As `rerun` has it.
+        drawn: What was drawn to be checked, for the verdict; empty if everything is.
+        not_checked: What is not, for the verdict; empty if everything is.
+        results: A file of results, read and continued.
+    """
+
+    engine_options: Mapping[str, Any]
+    order: Sequence[int]
+    has_predictions: bool
+    checked_lens: Sequence[int]
+    drawn: str = ""
+    not_checked: str = ""
+    results: Path | None = None
+
+
 def run_command(
     args: argparse.Namespace,
     *,
     what: str,
-    engine_options: Callable[[Sequence["Receipt"]], dict[str, Any]],
-    has_predictions: bool,
-    order: Callable[[Sequence["Receipt"]], Sequence[int]],
+    plan: Callable[[Sequence["Receipt"], Backend], CheckPlan],
 ) -> int:
     """Read the receipts, load their model, run them and tell; return the exit code.
 
     Args:
         args: Of `make_receipt_parser`.
         what: Such as "replayed".
-        engine_options: Fields of `EngineConfig`, from the receipts.
-        has_predictions: As `rerun` has it.
-        order: In which they are asked, as indices.
+        plan: Says how these receipts are checked with a backend.
 
     Raises:
         InputError: If something given cannot be done.
@@ -152,8 +171,8 @@ def run_command(
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
-        _check_same_bits(receipts[0], _backend_of(args, receipts[0]))
-        outcome = _run(args, receipts, what, engine_options(receipts), has_predictions, order)
+        backend = _backend_that_checks(receipts[0], _backend_of(args, receipts[0]))
+        outcome = _run(args, receipts, what, plan(receipts, backend))
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
     return BITS_DIFFER if outcome["differences"] else OK
@@ -217,17 +236,32 @@ def _backend_of(args: argparse.Namespace, receipt: "Receipt") -> str:
     return receipt.build["backend"] if args.backend == options.AUTO else args.backend
 
 
-def _check_same_bits(receipt: "Receipt", asked: str) -> None:
-    """See that the kernels that are asked for give the bits of those that made the receipt."""
+def _backend_that_checks(receipt: "Receipt", asked: str) -> Backend:
+    """The kernels that are asked for, which give the bits of those that made the receipt.
+
+    Raises:
+        ValueError: If they do not, or cannot run here.
+    """
+    from detjax.pallas_kernels.kernel_table import KERNELS
+
     made_by = receipt.build["backend"]
-    if made_by == asked:
-        return
     names = [backend.value for backend in Backend]
-    if made_by not in names or Backend(made_by).gives_bits_of != Backend(asked).gives_bits_of:
+    if made_by not in names:
         raise ValueError(
-            f"--backend {asked} does not give the bits of {one_line(str(made_by))}, which made the "
-            "receipts; leave it out"
+            f"the receipts were made by the kernels {one_line(made_by)!r}, and this detjax has "
+            f"{', '.join(names)}"
         )
+    backend = Backend(asked)
+    if not backend.gives_bits_of(Backend(made_by)):
+        raise ValueError(
+            f"--backend {asked} does not give the bits of {made_by}, which made the receipts; "
+            "leave it out"
+        )
+    if why := KERNELS[backend].why_not_here():
+        alike = [b.value for b in Backend if b is not backend and b.gives_bits_of(backend)]
+        others = f"; --backend {alike[0]} gives the same bits" if alike else ""
+        raise ValueError(f"{asked}, which is to check the receipts, cannot run here: {why}{others}")
+    return backend
 
 
 def find_model_of(
@@ -268,40 +302,44 @@ def _run(
     args: argparse.Namespace,
     receipts: Sequence["Receipt"],
     what: str,
-    asked: dict[str, Any],
-    has_predictions: bool,
-    order: Callable[[Sequence["Receipt"]], Sequence[int]],
+    plan: CheckPlan,
 ) -> dict[str, Any]:
     """Load the model, run the receipts and tell; return the report."""
     from detjax.proof.identity import Identifier
+    from detjax.proof.rerun import is_of_build
 
     keep_compiled_programs(args.cache_dir)
     console = rich.console.Console(stderr=True, quiet=args.quiet)
     first = receipts[0]
     folder, name = find_model_of(first, model=args.model, revision=args.revision)
     begin_s = time.perf_counter()
-    llm = _open(args, receipts, folder, asked)
+    llm = _open(args, receipts, folder, plan.engine_options)
     here = Identifier(llm.model, llm.tokenizer, name=name).identity()
     unlike, excused = _compare_identity(args, first, here)
     for path, said, now in unlike:
-        console.print(f"accepted: {path} is {said} in the receipts and {now} here", markup=False)
+        is_told = is_of_build(path) and path not in args.accept
+        why = "another build" if is_told else "accepted"
+        console.print(f"{why}: {path} is {said} in the receipts and {now} here", markup=False)
     loaded_s = time.perf_counter() - begin_s
-    differences, run_s = _rerun(
-        llm, receipts, here, console,
-        what=what, has_predictions=has_predictions, excused=excused, order=order(receipts),
-    )  # fmt: skip
+    differences, run_s = _rerun(llm, receipts, here, console, plan, what=what, excused=excused)
     stats = llm.engine.stats()
     run_s -= stats.compile_s
+    tokens = [len(receipt.token_ids) for receipt in receipts]
+    not_checked = [plan.not_checked] if plan.not_checked else []
     report = {
         "what": what,
         "num_receipts": len(receipts),
-        "num_tokens": sum(len(receipt.token_ids) for receipt in receipts),
+        "num_tokens": sum(tokens),
+        "num_checked_receipts": sum(n > 0 for n in plan.checked_lens),
+        "num_checked_tokens": sum(map(min, plan.checked_lens, tokens)),
+        "drawn": plan.drawn,
         "differences": [
             {"receipt": d.index + 1, "field": d.field, "said": d.receipt, "here": d.here}
             for d in differences
         ],
         "model": here.model | {"folder": str(folder)},
-        "not_proven": _unproven(receipts, args.trust, unlike),
+        "bits": {"receipts": first.bits, "here": here.bits},
+        "not_proven": not_checked + _unproven(receipts, args.trust, unlike),
         "accepted": [path for path, _, _ in unlike],
         "tp": args.tp,
         "dp": args.dp,
@@ -321,19 +359,27 @@ def _rerun(
     receipts: Sequence["Receipt"],
     here: "Identity",
     console: rich.console.Console,
+    plan: CheckPlan,
     *,
     what: str,
-    has_predictions: bool,
     excused: Sequence[str],
-    order: Sequence[int],
 ) -> tuple[list["ReceiptDifference"], float]:
     """Run the receipts under a bar; what differs, and the seconds that it took."""
-    from detjax.proof.rerun import rerun
+    from detjax.proof.kept_results import KeptResults
+    from detjax.proof.rerun import RerunListener, rerun
 
+    facts = {"bits": here.bits, "source": here.build["source"], "excused": sorted(excused)}
+    kept = KeptResults(plan.results, facts)
+    done = kept.done(receipts, plan.checked_lens)
+    lens = [0 if i in done else n for i, n in enumerate(plan.checked_lens)]
+    if done:
+        console.print(f"{len(done)} receipts are done already, in {plan.results}", markup=False)
+    if plan.has_predictions and llm.model.backend.platform == "cpu":
+        _tell_estimate(llm, receipts, lens, console)
     with rich.progress.Progress(
         console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task(what, total=len(receipts))
+        task = bar.add_task(f"{what} tokens", total=sum(lens))
         begin_s = time.perf_counter()
         differences = rerun(
             llm.engine,
@@ -341,12 +387,38 @@ def _rerun(
             receipts,
             identity=here,
             config=llm.config.model,
-            has_predictions=has_predictions,
+            has_predictions=plan.has_predictions,
             excused=excused,
-            order=order,
-            progress=lambda done: bar.update(task, completed=done),
+            order=plan.order,
+            checked_lens=lens,
+            listener=RerunListener(
+                on_tokens=lambda num_tokens: bar.update(task, completed=num_tokens),
+                on_receipt=lambda i, difference: kept.keep(receipts[i], lens[i], difference),
+            ),
         )
-        return differences, time.perf_counter() - begin_s
+        run_s = time.perf_counter() - begin_s
+    differences += [difference for difference in done.values() if difference is not None]
+    return sorted(differences, key=lambda difference: difference.index), run_s
+
+
+def _tell_estimate(
+    llm: "LLM",
+    receipts: Sequence["Receipt"],
+    lens: Sequence[int],
+    console: rich.console.Console,
+) -> None:
+    """Say how long the receipts that are left will take on this CPU."""
+    from detjax.proof.cost import estimate_audit
+
+    engine = llm.config.engine
+    pairs = zip(receipts, lens, strict=True)
+    lengths = [(len(receipt.prompt_token_ids), n) for receipt, n in pairs if n]
+    if lengths:
+        estimate = estimate_audit(
+            llm.config.model, lengths,
+            chunk=engine.prefill_chunk, window=engine.verify_window, backend=llm.model.backend,
+        )  # fmt: skip
+        console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell(
@@ -362,9 +434,19 @@ def _tell(
     style = "bold red" if differences else "bold green"
     for line in lines:
         loud.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
-    what, model = f"{report['what']} {report['num_receipts']} receipts", report["model"]
-    print(f"{what}, {report['num_tokens']} tokens and logprobs: {len(differences)} receipts differ")
+    model, counts = report["model"], [report["num_receipts"], report["num_tokens"]]
+    if report["drawn"]:
+        checked = report["num_checked_receipts"], report["num_checked_tokens"]
+        counts = [f"{some} of {all_of}" for some, all_of in zip(checked, counts, strict=True)]
+    print(
+        f"{report['what']} {counts[0]} receipts, {counts[1]} tokens and logprobs: "
+        f"{len(differences)} receipts differ"
+    )
+    if report["drawn"]:
+        print(f"drawn: {report['drawn']}")
     print(f"model: weights {model['weights']}, found at {model['folder']}")
+    said, here = report["bits"]["receipts"], report["bits"]["here"]
+    print(f"bits: {here}" if said == here else f"bits: {said} in the receipts and {here} here")
     print(f"not proven: {'; '.join(report['not_proven'])}")
     console.print(
         f"{report['what']} with tp {report['tp']}, dp {report['dp']}, batch "
@@ -375,7 +457,10 @@ def _tell(
 
 
 def _open(
-    args: argparse.Namespace, receipts: Sequence["Receipt"], folder: Path, asked: dict[str, Any]
+    args: argparse.Namespace,
+    receipts: Sequence["Receipt"],
+    folder: Path,
+    asked: Mapping[str, Any],
 ) -> "LLM":
     """The model, with the numerics that the receipts name and room for their answers."""
     from detjax.llm import LLM
@@ -384,6 +469,8 @@ def _open(
     from detjax.models.quantization.scheme import weights_option
     from detjax.numerics import NumericsProfile
 
+    names = "batch_size", "prefill_chunk"
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     first, modules = receipts[0], options.read_lora_modules(args.lora_modules)
     ranks = [read_peft_config(module).max_rank for module in modules.values()]
     llm = LLM(
@@ -394,14 +481,12 @@ def _open(
         profile=NumericsProfile(**first.numerics["profile"]),
         cast_weights=_cast_option(first.model["weight_cast"]),
         quantized_weights=weights_option(first.model["quantization"]),
-        batch_size=args.batch_size,
-        prefill_chunk=args.prefill_chunk,
         max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
         cache_dir=None,
         show_progress=not args.quiet,
         enable_lora=bool(modules),
         max_lora_rank=max(ranks, default=MAX_LORA_RANK),
-        **asked,
+        **{"batch_size": None, "prefill_chunk": None, **asked, **given},
     )
     _load_adapters(llm, receipts, list(modules.values()))
     return llm
@@ -428,16 +513,16 @@ def _compare_identity(
     """
     from detjax.proof.rerun import (
         ALWAYS_EXCUSED,
-        OF_ANOTHER_MACHINE,
         OF_ANOTHER_NAME,
         identity_differences,
+        is_of_build,
     )
 
     named = OF_ANOTHER_NAME if args.model is not None else ()
-    is_same = _backend_of(args, first) == first.build["backend"]
-    machine = () if is_same else OF_ANOTHER_MACHINE
-    excused = (*args.accept, *ALWAYS_EXCUSED, *machine, *named)
     unlike = list(identity_differences(first, here))
+    has_same_bits = first.bits == here.bits
+    builds = [path for path, _, _ in unlike if has_same_bits and is_of_build(path)]
+    excused = (*args.accept, *ALWAYS_EXCUSED, *builds, *named)
     refused = [found for found in unlike if found[0] not in excused]
     if refused:
         lines = "; ".join(

@@ -8,6 +8,7 @@ mesh. The hashes here name the model.
 import dataclasses
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.models.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE
 from detjax.models.weights.hashing import hash_weights
 from detjax.numerics import Build
+from detjax.pallas_kernels.backend import Backend
 from detjax.proof.canonical_json import canonical_json
 
 
@@ -41,6 +43,34 @@ class Identity:
     model: dict[str, Any]
     numerics: dict[str, Any]
     build: dict[str, Any]
+
+    @property
+    def bits(self) -> str:
+        """See `bits_fingerprint`."""
+        return bits_fingerprint(self.model, self.numerics, self.build)
+
+
+def bits_fingerprint(
+    model: Mapping[str, Any], numerics: Mapping[str, Any], build: Mapping[str, Any]
+) -> str:
+    """Hash what decides the bits of an answer to 16 hexadecimal digits.
+
+    These are the profile with its version, the function of the tensor core, the weights, the
+    dimensions, and how the weights were rounded or expanded. Two machines of one such fingerprint
+    give the same answers. A backend whose bits no page defines adds its whole build.
+
+    Args:
+        model: As `Identity` or a receipt has it, like the others.
+        numerics: With the profile.
+        build: With the name of the backend.
+    """
+    names = [backend.value for backend in Backend]
+    mma = Backend(build["backend"]).mma if build["backend"] in names else ""
+    decides = {name: model[name] for name in ("weights", "config", "weight_cast", "quantization")}
+    decides |= {"profile": numerics["profile"], "mma": mma}
+    if not mma:
+        decides["build"] = {name: value for name, value in build.items() if name != "driver"}
+    return hashlib.sha256(canonical_json(decides)).hexdigest()[:16]
 
 
 class Identifier:

@@ -24,7 +24,7 @@ from detjax.engine.outputs.completion import (
 from detjax.engine.outputs.request_output import FinishReason, TopLogprobs
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.proof.canonical_json import canonical_json
-from detjax.proof.identity import Identity
+from detjax.proof.identity import Identity, bits_fingerprint
 from detjax.proof.parsing import (
     FORMAT,
     MAX_LINE_BYTES,
@@ -168,6 +168,11 @@ class Receipt:
         return values | {"sha256": hashes(values)}
 
     # --------------------------------------------------------------------------------- what it says
+
+    @property
+    def bits(self) -> str:
+        """See `identity.bits_fingerprint`: no field, as it follows from those that are there."""
+        return bits_fingerprint(self.model, self.numerics, self.build)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -26,11 +26,6 @@ from detjax.proof.receipt import Receipt
 
 ALWAYS_EXCUSED = ("build.driver",)
 """A driver runs programs that ptxas has made before it sees them."""
-OF_ANOTHER_MACHINE = (
-    "build.backend", "build.arch", "build.compiler", "build.toolchain", "numerics.fingerprint",
-)  # fmt: skip
-"""May differ between two backends of which one gives the bits of the other. The fingerprint covers
-the build; what else it covers has fields of its own, which are compared."""
 OF_ANOTHER_NAME = ("model.name", "model.hub_commit")
 """May differ where the auditor says what the model is. The weights' hash stands for them."""
 
@@ -60,6 +55,19 @@ class ReceiptDifference:
         return f"receipt {self.index + 1}: {self.field} is {said} in the receipt and {found} here"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RerunListener:
+    """Who is told how far receipts are checked.
+
+    Attributes:
+        on_tokens: Told how many tokens of receipts are done.
+        on_receipt: Told the index of each receipt that is done, and its first difference.
+    """
+
+    on_tokens: Callable[[int], object] = lambda num_tokens: None
+    on_receipt: Callable[[int, ReceiptDifference | None], object] = lambda index, difference: None
+
+
 def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str, str, str]]:
     """Return (field, in the receipt, here) for each difference of model, numerics or build."""
     for section in SECTIONS[:3]:
@@ -70,6 +78,11 @@ def identity_differences(receipt: Receipt, here: Identity) -> Iterator[tuple[str
         for path in sorted(said.keys() | found.keys()):
             if said.get(path) != found.get(path):
                 yield path, shown(said.get(path)), shown(found.get(path))
+
+
+def is_of_build(path: str) -> bool:
+    """Whether a field says which build made an answer. The fingerprint covers the build, too."""
+    return path.startswith("build.") or path == "numerics.fingerprint"
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +103,8 @@ def rerun(
     has_predictions: bool,
     excused: Collection[str] = (),
     order: Sequence[int] | None = None,
-    progress: Callable[[int], None] = lambda num_ended: None,
+    checked_lens: Sequence[int] | None = None,
+    listener: RerunListener = RerunListener(),
 ) -> list[ReceiptDifference]:
     """Make receipts again from their requests, and compare them byte for byte.
 
@@ -108,19 +122,24 @@ def rerun(
             decodes token by token.
         excused: Fields of model, numerics and build that may differ, such as `build.arch`.
         order: Indices of the receipts in the order to ask; None keeps their order.
-        progress: Told how many receipts are done.
+        checked_lens: How many tokens of each answer to check, from its first; 0 passes over a
+            receipt. None checks all.
+        listener: Told how far it is.
 
     Returns:
         The first difference of each receipt that has one, in order of the receipts. Every byte of a
-        receipt without one was computed here, except its signature and excused fields.
+        receipt without one was computed here, except its signature, excused fields, and what
+        follows from tokens that were not checked.
 
     Raises:
         ValueError: If an answer does not fit the engine.
     """
     groups: dict[bytes, list[_Claim]] = {}
+    lens = [len(r.token_ids) for r in receipts] if checked_lens is None else checked_lens
     for i in range(len(receipts)) if order is None else order:
-        claim = _Claim(receipts[i], i)
-        groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
+        if lens[i]:
+            claim = _Claim(receipts[i], i)
+            groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
     claims = [claim for group in groups.values() for claim in group]
 
     def prove(output: CompletionOutput, agreeing: Sequence[_Claim]) -> None:
@@ -128,12 +147,15 @@ def rerun(
         for claim in agreeing:
             claim.compare_whole(made, excused)
 
-    num_ended = 0
+    num_done = 0
 
-    def note_end(answer: _CheckedRequest) -> None:
-        nonlocal num_ended
-        num_ended += len(answer.claims)
-        progress(num_ended)
+    def advance(answer: _CheckedRequest) -> None:
+        nonlocal num_done
+        num_done += answer.newly_done()
+        listener.on_tokens(num_done)
+        if not answer.agreeing:
+            for claim in answer.claims:
+                listener.on_receipt(claim.index, claim.difference)
 
     answers: list[_CheckedRequest] = []
     for group in groups.values():
@@ -141,12 +163,16 @@ def rerun(
             request = _request_of(group[0].receipt, engine, tokenizer, config)
         except ValueError as error:
             _refuse(group, error)
+            for claim in group:
+                listener.on_receipt(claim.index, claim.difference)
             continue
-        predicted = _predictable(group[0].token_ids, config) if has_predictions else ()
+        checked_len = max(lens[claim.index] for claim in group)
+        known = group[0].token_ids[:checked_len]
+        predicted = _predictable(known, config) if has_predictions else ()
         request = dataclasses.replace(request, predicted_token_ids=predicted)
-        answers.append(_CheckedRequest(group, request, prove))
+        answers.append(_CheckedRequest(group, request, prove, checked_len=checked_len))
     while answers:
-        _ask(engine, answers, tokenizer, config, note_end)
+        _ask(engine, answers, tokenizer, config, advance)
         answers = [answer for answer in answers if answer.agreeing]
     assert all(claim.has_ended for claim in claims), "a receipt was neither proven nor refused"
     found = [claim.difference for claim in claims if claim.difference is not None]
@@ -158,7 +184,7 @@ def _ask(
     answers: Sequence["_CheckedRequest"],
     tokenizer: Tokenizer,
     config: ModelConfig,
-    note_end: "Callable[[_CheckedRequest], None]",
+    advance: "Callable[[_CheckedRequest], None]",
 ) -> None:
     """Generate answers until all have ended; receipts of an impossible answer are refused.
 
@@ -176,8 +202,7 @@ def _ask(
         answer, text = answers[event.request_idx], batch.sequences[event.request_idx, 0]
         answer.compare(event, at=text.num_tokens)
         is_stopped = batch.on_token(event)
-        if not answer.agreeing:
-            note_end(answer)
+        advance(answer)
         return is_stopped or not answer.agreeing
 
     def on_completion(done: Completion) -> None:
@@ -186,7 +211,7 @@ def _ask(
         is_cut &= len(done.token_ids) < text.sampling.max_tokens
         if answer.agreeing and not is_cut:  # an answer that the engine's own max_len cuts is none
             answer.end(text.end(done))
-            note_end(answer)
+            advance(answer)
 
     try:
         engine.generate(batch.token_requests, on_token=on_token, on_completion=on_completion)
@@ -197,7 +222,7 @@ def _ask(
         if failed is None:
             raise
         answers[int(failed[1])].refuse(error)
-        note_end(answers[int(failed[1])])
+        advance(answers[int(failed[1])])
         return
     if left := [answer for answer in answers if answer.agreeing]:
         num_tokens = len(left[0].request.prompt_token_ids) + len(left[0].claims[0].token_ids)
@@ -247,7 +272,7 @@ class _CheckedRequest:
 
     Attributes:
         claims: All of them.
-        agreeing: Those without a difference so far; none after the answer has ended.
+        agreeing: Those without a difference so far; none after the last token that is checked.
     """
 
     def __init__(
@@ -255,12 +280,26 @@ class _CheckedRequest:
         claims: "list[_Claim]",
         request: Request,
         prove: "Callable[[CompletionOutput, Sequence[_Claim]], None]",
+        *,
+        checked_len: int,
     ):
         self.claims, self.agreeing, self.request, self._prove = claims, claims, request, prove
+        self._checked_len, self._num_compared, self._num_told = checked_len, 0, 0
 
     def compare(self, event: TokenEvent, *, at: int) -> None:
-        """Compare token `at` of the answer."""
+        """Compare token `at` of the answer; the last of a part ends the comparison."""
         self.agreeing = [claim for claim in self.agreeing if claim.agrees(event, at)]
+        self._num_compared = at + 1
+        if self._num_compared == self._checked_len:
+            for claim in self.agreeing:
+                claim.has_ended = len(claim.token_ids) > self._checked_len
+            self.agreeing = [claim for claim in self.agreeing if not claim.has_ended]
+
+    def newly_done(self) -> int:
+        """Tokens of all claims that were done since the last call; all when none agrees."""
+        done = self._num_compared if self.agreeing else self._checked_len
+        new, self._num_told = done - self._num_told, done
+        return new * len(self.claims)
 
     def end(self, output: CompletionOutput) -> None:
         """Compare the whole."""

@@ -5,6 +5,7 @@ The inputs come from seeds alone, so that two machines need exchange results onl
 as every backend takes: channels of 64 and 128, widths of several forms of the row sum.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from detjax.certify.operands import PRODUCT_KINDS, draw_operands
 from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
@@ -20,8 +22,12 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import api as linear
+from detjax.pallas_kernels.linear import w8a8
+from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
@@ -37,44 +43,6 @@ BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
 EPS = 1e-5
 Run = Callable[[Backend], tuple]
-
-PRODUCT_KINDS = (
-    "normal", "wide", "subnormal", "tiny", "huge", "overflow", "cancelling", "zeros", "special"
-)  # fmt: skip
-"""Magnitudes of the operands of a product."""
-
-
-def draw_operands(kind: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw bfloat16 operands [M, K] and [N, K] of one of `PRODUCT_KINDS`."""
-    rng = np.random.default_rng([*kind.encode(), m, k, n])
-    x, w = rng.standard_normal((m, k)), rng.standard_normal((n, k)) * 0.02
-    if kind in ("wide", "special"):
-        x, w = (a * 2.0 ** rng.integers(-20, 20, a.shape) for a in (x, w))
-    if kind == "subnormal":
-        x, w = x * 2.0**-130, w * 50
-    if kind == "tiny":
-        x, w = x * 2.0**-70, w * 50 * 2.0**-60
-    if kind == "huge":
-        x, w = x * 2.0**60, w * 50 * 2.0**62
-    if kind == "overflow":
-        x, w = (
-            x * 2.0 ** rng.integers(60, 66, x.shape),
-            w * 50 * 2.0 ** rng.integers(58, 64, w.shape),
-        )
-    if kind == "cancelling":  # pairs whose products cancel, also above the largest float32
-        x, w = x * 2.0**100, w * 2.0 ** rng.integers(-100, 100, (1, k // 2)).repeat(2, axis=1)
-        x[:, 1::2], w[:, 1::2] = -x[:, ::2], w[:, ::2]
-        x[:, ::16] *= 1 + 2.0**-6  # of each step one pair leaves a rest
-    if kind == "zeros":
-        x, w = rng.integers(-1, 2, x.shape) * 2.0**-90, rng.integers(-1, 2, w.shape) * 2.0**-55
-        x, w = x * rng.choice([1, -1], x.shape), w * rng.choice([1, -1], w.shape)
-    if kind == "special":
-        for a in (x, w):
-            a[rng.random(a.shape) < 0.002] = np.inf
-            a[rng.random(a.shape) < 0.002] = -np.inf
-            a[rng.random(a.shape) < 0.001] = np.nan
-            a[rng.random(a.shape) < 0.2] = 0
-    return x.astype(BF16), w.astype(BF16)
 
 
 def _product_cases() -> Iterator[tuple[str, Run]]:
@@ -138,6 +106,7 @@ def _row_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     for name, dtype in (("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
         gate_up = jnp.concatenate([finite, up])[None].astype(dtype)
         yield f"swiglu {name}", lambda on, x=gate_up: (swiglu(x, backend=on),)
+        yield f"geglu {name}", lambda on, x=gate_up: (geglu(x, backend=on),)
 
 
 def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
@@ -232,6 +201,137 @@ def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     )
 
 
+def _expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Mixtures of experts: one row, few and many, of narrow and wide rows."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for width, hidden, num_experts, top_k in ((256, 128, 24, 4), (2048, 768, 16, 8)):
+        gate_up = bf16(num_experts, 2 * hidden, width, scale=2 * width**-0.5)
+        down, gain = bf16(num_experts, width, hidden, scale=hidden**-0.5), bf16(width)
+        next_w = bf16(192, width, scale=width**-0.5)
+        for m in (1, 7, 40, 300):
+            x, residual = bf16(m, width), bf16(m, width, scale=4.0)
+            logits = jnp.asarray(rng.standard_normal((m, 32)).astype(np.float32) * 2)
+            logits = logits.at[0, 3].set(logits[0, 5])  # a tie
+
+            def run(on, x=x, residual=residual, logits=logits, gate_up=gate_up, down=down,
+                    gain=gain, next_w=next_w, top_k=top_k, num_experts=num_experts):  # fmt: skip
+                routed = {"num_experts": num_experts, "top_k": top_k}
+                shared = moe.route(logits, **routed, renormalise=False, backend=on)
+                ids, weights = moe.route(logits, **routed, renormalise=True, backend=on)
+                y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, backend=on)
+                half = num_experts // 2
+                mine = moe.expert_mlp(
+                    x, ids, gate_up[half:], down[half:], first_expert=half, num_ranks=2, backend=on
+                )
+                norm = {"eps": EPS, "backend": on}
+                whole = moe.route_mlp_add_rms_norm(
+                    x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True, **norm
+                )
+                late = moe.combine_experts_norm_linear(
+                    y, weights, residual, gain, next_w, out_dtype=F32, **norm
+                )
+                return (*shared, ids, weights, y, mine, *whole, *late)
+
+            yield f"experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
+def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """8-bit activations and weights, few rows and many."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for dtype in map(jnp.dtype, (jnp.int8, jnp.float8_e4m3fn)):
+        for m, k, n in ((3, 512, 256), (40, 4096, 256), (200, 1024, 512)):
+            wide = np.exp2(rng.integers(-8, 9, (m, k))).astype(BF16)
+            rows, gain, bias = bf16(m, k) * jnp.asarray(wide), bf16(k), bf16(n)
+            values = rng.standard_normal((n, k), np.float32) * 50
+            w = W8A8Matrix(
+                values=jnp.asarray(values.clip(-127, 127).astype(dtype)),
+                scales=jnp.asarray(rng.random(n, np.float32) * 0.1),
+            )
+            residual = bf16(m, n, scale=4.0)
+
+            def run(
+                on,
+                rows=rows,
+                gain=gain,
+                bias=bias,
+                w=w,
+                residual=residual,
+                dtype=dtype,
+                m=m,
+            ):
+                coding = RowCoding(dtype=dtype)
+                x = w8a8.quantize_rows(rows, coding, backend=on)
+                normed = w8a8.rms_norm_quantize(rows, gain, coding, eps=EPS, backend=on)
+                half = jnp.dtype(BF16)
+                return (
+                    x.values, x.scales[:m], normed.values, normed.scales[:m],
+                    w8a8.w8a8_product(x, w, out_dtype=F32, backend=on),
+                    w8a8.w8a8_product(x, w, bias, residual, out_dtype=half, backend=on),
+                    w8a8.w8a8_swiglu(x, w, out_dtype=half, backend=on),
+                )  # fmt: skip
+
+            yield f"8 bits {dtype.name} {m}x{k}x{n}", run
+
+
+def _float32_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Float32 activations and bfloat16 weights: products, norms, and attention over the cache."""
+
+    def f32(*shape, scale=1.0):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(scale))
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for m, d, f in ((3, 256, 768), (40, 1024, 2816), (200, 640, 1536)):
+        x, h, residual = f32(m, d), f32(m, f), f32(m, d, scale=4.0)
+        w, gate_up = bf16(f, d, scale=d**-0.5), bf16(2 * f, d, scale=2 * d**-0.5)
+        down, gain, bias = bf16(d, f, scale=f**-0.5), bf16(d), bf16(f)
+        reduction = tree_reduction(f, PROFILE)
+
+        def run(on, x=x, h=h, residual=residual, w=w, gate_up=gate_up, down=down, gain=gain,
+                bias=bias, reduction=reduction):  # fmt: skip
+            options = {"eps": EPS, "backend": on}
+            total, out = linear.linear_add_rms_norm(
+                h, down, residual, None, gain, reduction=reduction, **options
+            )
+            return (
+                rms_norm(x, gain, **options),
+                linear.linear(x, w, bias, out_dtype=F32, backend=on),
+                linear.norm_linear(x, gain, w, out_dtype=F32, **options),
+                linear.norm_linear_swiglu(residual, gain, gate_up, **options),
+                total,
+                out,
+            )
+
+        yield f"float32 layer {m}x{d}x{f}", run
+    for channels, window in ((64, None), (128, 100)):
+        pages, gains = f32(2, 12, 2, 2, 128, channels), (bf16(channels), bf16(channels))
+        table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
+        for query_len, starts in ((1, (700, 64)), (70, (600, 0))):
+            positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
+            positions = jnp.asarray(positions, jnp.int32)
+            angles = rng.uniform(0, 6, (2 * query_len, channels // 2))
+            cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+            q, qkv = f32(2, query_len, 4, channels, scale=2.0), f32(2 * query_len, 8, channels)
+
+            def attend(on, q=q, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
+                       positions=positions, window=window):  # fmt: skip
+                place = (pages, table, positions)
+                queries, written = rope_into_cache(
+                    qkv, cos, sin, gains, *place, layer=0, eps=EPS, backend=on
+                )
+                shape = {"window": window, "profile": PROFILE, "layer": 1, "backend": on}
+                return attention(q, *place, **shape), queries, written[0]
+
+            yield f"float32 attention {channels} window {window} queries {query_len}", attend
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
     return dict(
@@ -241,6 +341,9 @@ def operation_cases() -> dict[str, Run]:
             *_row_cases(np.random.default_rng(2)),
             *_attention_cases(np.random.default_rng(3)),
             *_choice_cases(np.random.default_rng(4)),
+            *_expert_cases(np.random.default_rng(5)),
+            *_eight_bit_cases(np.random.default_rng(6)),
+            *_float32_cases(np.random.default_rng(7)),
         ]
     )
 
@@ -266,6 +369,10 @@ def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Req
             hidden_size=512, intermediate_size=1024, head_dim=128, qkv_bias=True, o_bias=True,
             window=100, **small,
         ),
+        "experts": dummy_config(
+            hidden_size=256, intermediate_size=384, head_dim=64, qk_norm=True, num_layers=3,
+            experts=(16, 4), expert_width=128, **small,
+        ),
         "two layers of 8B": dummy_config(
             hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
             vocab_size=4096,
@@ -278,6 +385,11 @@ def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Req
         )
         for name, config in configs.items()
     }
+    float32 = dataclasses.replace(PROFILE, compute_dtype="float32")
+    cases["float32 activations"] = (
+        lambda backend: dummy_model(configs["head 64, q/k norm"], backend=backend, profile=float32),
+        mixed_requests(8, vocab_size=384, max_tokens=24),
+    )
     requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
     requests += adjusted_requests(vocab_size=4096, max_tokens=24)
     return {"bundled": (_bundled, requests), **cases}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import detjax.engine.sampling.sampling as sampling
@@ -19,6 +20,7 @@ from detjax.certify.background import background_jobs
 from detjax.certify.cases import answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
 from detjax.certify.coverage import TESTED, THIS, coverage_map, refusals, refused_in
+from detjax.certify.machine import CLAIM, compare_arrays, machine_cases, why_not_applicable
 from detjax.certify.page import render
 from detjax.certify.requests import forced, make_requests
 from detjax.certify.restart import new_process
@@ -33,6 +35,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.testing.dummies import dummy_config, dummy_model
 
 
@@ -136,6 +139,43 @@ def test_every_test_that_the_map_cites_is_there():
 
 def test_the_probe_depends_on_order():
     assert "change when they are added backwards" in order_probe(model())
+
+
+def test_a_claim_that_is_not_applicable_is_told_and_not_counted():
+    reason = why_not_applicable(Backend.PORTABLE)
+    assert "the portable backend runs on a CPU" in reason
+    certificate = Certificate(
+        facts={"model": "m"}, outcomes=[CASE, CONTROL], not_applicable={CLAIM: "<none>"}
+    )
+    assert certificate.is_proven and CLAIM not in certificate.json()["claims"]
+    assert certificate.json()["not_applicable"] == {CLAIM: "<none>"}
+    assert "Not applicable: &lt;none&gt;" in render(certificate)
+
+
+def test_arrays_are_compared_by_their_bits():
+    want = np.asarray([[0.0, np.nan], [1.0, 2.0]], np.float32)
+    assert compare_arrays([want], [want.copy()]) == (4, 0, "", -1)
+    found = compare_arrays([np.where(want == 0, np.float32(-0.0), want)], [want])
+    assert found[:3] == (4, 1, "element (0, 0): 0x80000000 is not 0x0")
+
+
+@pytest.fixture
+def no_compiler_no_test():
+    if why := KERNELS[Backend.REFERENCE].why_not_here():
+        pytest.skip(why)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "is_proven"), [("reference", True), ("portable", False)])
+@pytest.mark.usefixtures("no_compiler_no_test")
+def test_only_the_bits_of_the_definition_prove_the_machine(backend, is_proven):
+    """The control differs in either; portable kernels stand for a GPU that follows another rule."""
+    certificate = Certificate(facts={}, outcomes=list(machine_cases(Backend(backend))))
+    cases = {o.case: o for o in certificate.outcomes}
+    assert certificate.is_claim_proven(CLAIM) is is_proven, cases
+    assert cases["steps of 16 products in another order"].is_well
+    wrong = {name.partition(":")[0] for name, o in cases.items() if not o.is_well}
+    assert ("products, wide" in wrong and "exp2" in wrong) is not is_proven
 
 
 ANSWERS = "[[[5, 7]], [[6, 8], [9, 10]]]"
@@ -252,6 +292,9 @@ def test_the_command_proves_the_bundled_model(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     found = json.loads(files["json"].read_text())
-    assert found["proven"] and found["claims"] == dict.fromkeys(CLAIMS, True)
+    expected = dict.fromkeys(CLAIMS, True)
+    del expected[CLAIM]
+    assert found["proven"] and found["claims"] == expected
+    assert "runs on a CPU" in found["not_applicable"][CLAIM]
     assert all(o["num_different"] == 0 for o in found["outcomes"] if not o["is_control"])
     assert "All claims hold" in files["html"].read_text() and "all claims hold" in done.stdout

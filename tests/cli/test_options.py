@@ -58,6 +58,10 @@ DIFFERENT = {
     ("compare", "api_key", "action"): "the key that is sent, not those that are taken",
     ("compare", "api_key", "default"): "the key that is sent, not those that are taken",
     ("compare", "api_key", "help"): "the key that is sent, not those that are taken",
+    **{
+        ("audit", "seed", what): "of a draw of positions: any text, as public beacons give it"
+        for what in ("type", "metavar", "help", "default")
+    },
 }
 """(command, option, what) that differs from other commands, and why."""
 

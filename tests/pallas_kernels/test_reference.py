@@ -3,18 +3,25 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from detjax.certify.operands import PRODUCT_KINDS, draw_operands
 from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference, reference_library, tensor_core
+from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
-from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.geglu.api import geglu
+from detjax.pallas_kernels.linear import w8a8
+from detjax.pallas_kernels.linear.api import linear, linear_swiglu
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.reference_tables import FIRST, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
@@ -22,15 +29,13 @@ from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
 from detjax.testing.operation_cases import (
-    PRODUCT_KINDS,
     answer_cases,
     digest_of,
-    draw_operands,
     operation_cases,
 )
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
-ON = {"backend": Backend.REFERENCE}
+ON: dict[str, Any] = {"backend": Backend.REFERENCE}
 LANES = (4, 8, 16)
 """Of the vectors of SSE2 or NEON, AVX2 and AVX-512."""
 
@@ -128,6 +133,15 @@ def test_a_rows_sum_of_squares_is_that_of_the_structure():
         assert (out.astype(np.float32) == expected).mean() > 0.99
 
 
+def test_geglu_is_within_float32_of_float64():
+    rng = np.random.default_rng(7)
+    gate, up = rng.standard_normal((2, 3, 256)).astype(np.float32)
+    found = np.asarray(geglu(jnp.asarray(np.concatenate([gate, up], axis=1)), **ON))
+    g = gate.astype(np.float64)
+    exact = g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * up
+    assert np.abs(found - exact).max() < 2.0**-20
+
+
 @pytest.mark.parametrize("function", ["ex2", "rcp", "rsqrt"])
 def test_tables_are_within_two_ulp(function):
     bits = dict(zip(FIRST, special_function_tables(), strict=True))[function]
@@ -157,8 +171,193 @@ def test_exponentials_and_logarithms_are_within_two_ulp():
     assert np.abs(found - exact).max() < 2.0**-21
 
 
+# ------------------------------------------------------------------------------ experts and 8 bits
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def draw_float8(*shape: int) -> np.ndarray:
+    """Every exponent, subnormal numbers and zeros among them."""
+    rng = np.random.default_rng(list(shape))
+    drawn = rng.standard_normal(shape) * 2.0 ** rng.integers(-9, 9, shape)
+    return drawn.clip(-448, 448).astype(np.float32).astype(E4M3)
+
+
+def multiply_8_bits(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """[M, K] by [N, K] with scales of one, in float32."""
+    rows = QuantizedRows(values=jnp.asarray(x), scales=jnp.ones(len(x), jnp.float32))
+    weights = W8A8Matrix(values=jnp.asarray(w), scales=jnp.ones(len(w), jnp.float32))
+    return np.asarray(w8a8.w8a8_product(rows, weights, out_dtype=F32, **ON))
+
+
+def test_products_of_float8_have_the_bits_of_the_definition():
+    x, w = draw_float8(33, 512), draw_float8(70, 512)
+    assert_bitwise_equal(
+        multiply_8_bits(x, w),
+        tensor_core.float8_product(x, w),
+        claim="float8 products have the bits of the definition",
+    )
+    x[3, 5] = np.nan
+    assert np.isnan(multiply_8_bits(x, w)).all(axis=1).tolist() == [i == 3 for i in range(33)]
+
+
+def test_a_step_of_float8_keeps_13_bits():
+    """448 * 448 has the exponent 16 and is 3 * 2**16: terms are cut at 2**3, the sum at 2**4."""
+    x, w = np.zeros((1, 128), E4M3), np.ones((1, 128), E4M3)
+    x[0, 0] = w[0, 0] = 448
+    x[0, 1:4] = 7
+    assert multiply_8_bits(x, w) == 448**2
+    x[0, 1:4] = 9
+    assert multiply_8_bits(x, w) == 448**2 + 16
+    x[0, 1:4], x[0, 32] = 0, 9  # another step
+    assert multiply_8_bits(x, w) == 448**2
+    x[0, 32] = 18
+    assert multiply_8_bits(x, w) == 448**2 + 16
+
+
+def test_products_of_integers_are_exact():
+    rng = np.random.default_rng(1)
+    x, w = (rng.integers(-128, 128, (m, 300), dtype=np.int8) for m in (9, 21))
+    exact = x.astype(np.int64) @ w.astype(np.int64).T
+    assert_bitwise_equal(multiply_8_bits(x, w), exact.astype(np.float32), claim="int8 is exact")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_rows_are_quantised_as_by_the_portable_kernels(dtype):
+    """Both follow IEEE's rules in the range of normal numbers."""
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((65, 512)) * 2.0 ** rng.integers(-20, 20, (65, 1))).astype(BF16)
+    x[3] = 0
+    found, expected = (
+        w8a8.quantize_rows(jnp.asarray(x), dtype=jnp.dtype(dtype), backend=on)
+        for on in (Backend.REFERENCE, Backend.PORTABLE)
+    )
+    assert_bitwise_equal(found.values, expected.values, claim="the same 8-bit values")
+    assert_bitwise_equal(found.scales, expected.scales, claim="the same scales")
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """Rows, logits and the weights of 24 experts, of which a row has 4."""
+    rng = np.random.default_rng(3)
+    shapes = ((13, 128), (24, 384, 128), (24, 128, 192))
+    x, gate_up, down = (jnp.asarray((rng.standard_normal(s) * 0.3).astype(BF16)) for s in shapes)
+    logits = rng.standard_normal((13, 32)).astype(np.float32)
+    logits[2, 5] = logits[2, 9] = 9.0
+    logits[4, 7] = np.nan
+    return x, jnp.asarray(logits), gate_up, down
+
+
+def test_experts_are_chosen_as_by_the_portable_kernels(mixture):
+    """Ids to the bit, NaN first and ties by id; weights within the error of exp."""
+    for renormalise in (True, False):
+        options = {"num_experts": 24, "top_k": 4, "renormalise": renormalise}
+        ids, weights = moe.route(mixture[1], **options, **ON)
+        other, close = moe.route(mixture[1], **options, backend=Backend.PORTABLE)
+        rows = np.arange(13) != 4
+        assert_bitwise_equal(ids[rows], other[rows], claim="the same experts")
+        np.testing.assert_allclose(weights[rows], close[rows], rtol=2.0**-20)
+        assert ids[2, :2].tolist() == [5, 9] and ids[4, 0] == 7
+        assert np.isnan(np.asarray(weights[4])).all()
+
+
+def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
+    x, logits, gate_up, down = mixture
+    ids, _ = moe.route(logits, num_experts=24, top_k=4, renormalise=True, **ON)
+    ids = ids % 24
+    y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, **ON)
+    for m, r in np.ndindex(ids.shape):
+        hidden = linear_swiglu(x[m : m + 1], gate_up[ids[m, r]], **ON)
+        alone = linear(hidden, down[ids[m, r]], out_dtype=jnp.dtype(BF16), **ON)
+        assert_bitwise_equal(y[m, r], alone[0], claim=f"row {m} of rank {r} as if alone")
+    part = np.asarray(
+        moe.expert_mlp(x, ids, gate_up[8:16], down[8:16], first_expert=8, num_ranks=3, **ON)
+    )
+    is_here = (np.asarray(ids) >= 8) & (np.asarray(ids) < 16)
+    assert_bitwise_equal(part[is_here], np.asarray(y)[is_here], claim="a rank's own experts")
+    assert not part[~is_here].view(np.uint16).any()
+
+
+def test_experts_are_added_in_order_of_rank_by_fused_products():
+    rng = np.random.default_rng(4)
+    y = rng.standard_normal((5, 3, 64)).astype(BF16)
+    weights = rng.random((5, 3)).astype(np.float32)
+    zeros, gain = jnp.zeros((5, 64), BF16), jnp.ones(64, BF16)
+    total, _ = moe.combine_experts_add_rms_norm(
+        jnp.asarray(y), jnp.asarray(weights), zeros, gain, eps=1e-5, **ON
+    )
+    expected = np.zeros((5, 64), np.float32)
+    for r in range(3):  # a product has 32 bits, so float64 fuses it with the sum
+        wide = weights[:, r, None].astype(np.float64) * y[:, r].astype(np.float64) + expected
+        expected = wide.astype(np.float32)
+    assert_bitwise_equal(total, expected.astype(BF16), claim="fused, left to right")
+
+
+# ------------------------------------------------------------------------- float32 activations
+
+
+def cut(x: np.ndarray) -> list[np.ndarray]:
+    """Three bfloat16 parts that add up to a float32, the greatest first."""
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(BF16))
+        x = x - parts[-1].astype(np.float32)
+    return parts
+
+
+def test_products_of_float32_are_those_of_its_parts():
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((9, 96)) * 2.0 ** rng.integers(-20, 20, (9, 96))).astype(np.float32)
+    w = rng.standard_normal((21, 96)).astype(BF16)
+    parts = cut(x)
+    whole = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    assert (whole == x).all()  # nothing is lost
+    first, second, third = (tensor_core.product(part, w) for part in parts)
+    assert_bitwise_equal(
+        multiply(x, w), (third + second) + first, claim="the parts, the smallest first"
+    )
+
+
+def test_attention_of_float32_is_within_float32_of_float64():
+    """Two pages, of which the second is written in part; what follows is NaN and not read."""
+    rng = np.random.default_rng(6)
+    q = rng.standard_normal((1, 3, 2, 64)).astype(np.float32)
+    pages = np.full((1, 2, 2, 1, 128, 64), np.nan, np.float32)
+    kv = rng.standard_normal((2, 150, 64)).astype(np.float32)
+    pages[0, 1, :, 0], pages[0, 0, :, 0, :22] = kv[:, :128], kv[:, 128:]
+    positions = np.asarray([[147, 148, 149]], np.int32)
+    found = attention(
+        *map(jnp.asarray, (q, pages, np.asarray([[1, 0]], np.int32), positions)),
+        layer=0, window=None, profile=NumericsProfile(), **ON,
+    )  # fmt: skip
+    keys, values = kv.astype(np.float64)
+    for t, h in np.ndindex(3, 2):
+        seen = positions[0, t] + 1
+        scores = keys[:seen] @ q[0, t, h].astype(np.float64) / 8
+        weights = np.exp(scores - scores.max())
+        exact = weights @ values[:seen] / weights.sum()
+        assert np.abs(np.asarray(found[0, t, h]) - exact).max() < 2.0**-20
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 5, "prefill_chunk": 17}, {"batch_size": 3, "tp": 2}]
+)
+def test_answers_of_float32_depend_neither_on_batch_nor_on_mesh(options):
+    config = dummy_config(num_kv_heads=2, window=100)
+    profile = NumericsProfile(compute_dtype="float32")
+
+    def digests(tp: int = 1, **sizes) -> list[str]:
+        model = dummy_model(config, backend=Backend.REFERENCE, tp=tp, profile=profile)
+        return [a.digest() for a in answers(model, requests(), **sizes)]
+
+    assert digests(**options) == digests(batch_size=1, prefill_chunk=256)
+
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
-QUICK = ["product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise"]
+QUICK = [
+    "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
+    "experts 7x256x128, 4 of 24",
+]  # fmt: skip
 
 
 @pytest.mark.golden
@@ -169,7 +368,8 @@ def test_operations_have_the_bits_of_a_gpu(name):
 
 
 ANSWERED = quick_and_slow(
-    [("bundled", 2)], [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8)]
+    [("bundled", 2), ("experts", 2)],
+    [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8), ("experts", 8)],
 )
 
 
@@ -207,6 +407,19 @@ def test_answers_do_not_depend_on_batch_and_chunks(model, alone, batch_size, pre
     assert [a.digest() for a in got] == alone
 
 
+def test_answers_of_experts_depend_neither_on_batch_nor_on_mesh():
+    config = dummy_config(num_kv_heads=2, experts=(8, 2))
+    expected = None
+    for tp, options in (
+        (1, {"batch_size": 1, "prefill_chunk": 256}), (1, {"batch_size": 5, "prefill_chunk": 17}),
+        (2, {"batch_size": 3}),
+    ):  # fmt: skip
+        model = dummy_model(config, backend=Backend.REFERENCE, tp=tp)
+        got = [a.digest() for a in answers(model, requests(), **options)]
+        expected = expected or got
+        assert got == expected
+
+
 def test_answers_do_not_depend_on_the_mesh(alone):
     on_two = dummy_model(dummy_config(num_kv_heads=2), backend=Backend.REFERENCE, tp=2)
     got = answers(on_two, requests(), batch_size=3)
@@ -229,9 +442,14 @@ def test_models_that_it_does_not_compute_are_refused_by_name():
     as_float32 = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     assert why_unsupported(config, NumericsProfile(), Backend.REFERENCE, 1) is None
     said = why_unsupported(config, as_float32, Backend.REFERENCE, 1)
-    assert said and "bfloat16, not float32" in said
-    said = why_unsupported(dummy_config(experts=(4, 2)), NumericsProfile(), Backend.REFERENCE, 1)
-    assert said and "no mixtures of experts" in said
+    assert said and "with bfloat16 weights, not float32 with float32" in said
+    as_float32 = NumericsProfile(compute_dtype="float32")
+    assert why_unsupported(config, as_float32, Backend.REFERENCE, 1) is None
+    experts = dummy_config(experts=(4, 2))
+    assert why_unsupported(experts, NumericsProfile(), Backend.REFERENCE, 1) is None
+    narrow = dummy_config(experts=(4, 2), expert_width=40)
+    said = why_unsupported(narrow, NumericsProfile(), Backend.REFERENCE, 1)
+    assert said and "widths of a multiple of 16" in said
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

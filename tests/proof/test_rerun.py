@@ -16,7 +16,7 @@ from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
-from detjax.proof.rerun import ReceiptDifference, identity_differences, rerun
+from detjax.proof.rerun import ReceiptDifference, RerunListener, identity_differences, rerun
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,21 @@ def test_an_audit_is_by_windows_and_finds_the_same_bits(auditor, receipts):
     assert stats.num_rollbacks == before.num_rollbacks  # every answer was accepted whole
     # All but the first tokens, which prefill chooses, came of windows.
     assert stats.draft_tokens - before.draft_tokens >= num_tokens - 3 * len(receipts)
+
+
+def test_a_part_of_an_answer_is_checked_to_its_last_token(auditor, receipts):
+    """A bit is changed at token 9 of two receipts. The progress is of tokens."""
+    wrong = [with_logprob_bit(receipts[0], 9), with_logprob_bit(receipts[1], 9), *receipts[2:4]]
+    told, noted = [], {}
+    listener = RerunListener(
+        on_tokens=told.append, on_receipt=lambda i, difference: noted.update({i: difference})
+    )
+    found = check(
+        auditor, wrong, has_predictions=True, checked_lens=[10, 9, 0, 3], listener=listener
+    )
+    assert [(d.index, d.field) for d in found] == [(0, "answer.logprobs_f32[9]")]
+    assert told == sorted(told) and told[-1] == 10 + 9 + 3
+    assert noted == {0: found[0], 1: None, 3: None}
 
 
 def edited(receipt: Receipt, section: str, **changes) -> Receipt:
@@ -316,7 +331,7 @@ def test_the_verdict_names_the_model_and_what_is_not_proven(receipts, tmp_path, 
     assert run_replay(path, *given) == 0
     weights = receipts[0].model["weights"]
     says = (
-        f"model: weights {weights}, found at {bundled_model_path()}\n"
+        f"model: weights {weights}, found at {bundled_model_path()}\nbits: {receipts[0].bits}\n"
         "not proven: when it was made; who made it (not signed); model.name (hers in the receipts, "
         f"{bundled_model_path()} here)\n"
     )

@@ -10,6 +10,7 @@ from detjax.proof.windows import (
     STEP_TOKENS,
     audit_options,
     choose_window,
+    cpu_audit_options,
     longest_first,
 )
 
@@ -40,6 +41,21 @@ def test_an_audit_has_options_that_an_engine_takes_and_steps_of_one_size():
         is_packed = count == 64 and prompt_len == 10
         assert config.prefill_shapes == (((32, 64),) if is_packed else ())
     assert audit_options([300], [10], window=3)["verify_window"] == 3
+
+
+def test_a_cpu_computes_one_window_a_step_that_pads_little():
+    """A GPU's step of 2048 tokens would compute 2048 for these 40."""
+    options = cpu_audit_options([40], [7], num_replicas=2)
+    config = EngineConfig(**options)
+    assert (config.verify_rows, config.verify_window, config.prefill_chunk) == (1, 16, 16)
+    assert config.batch_size == 2 and config.has_prompt_lookup and config.self_check == "off"
+    long = cpu_audit_options([500] * 3, [900])
+    assert (long["verify_window"], long["prefill_chunk"]) == (MOST_WINDOW, MOST_WINDOW)
+    for length in range(2, 400):
+        window = choose_window([length], on_cpu=True)
+        computed, fewest = (-(-(length - 1) // size) * size for size in (window, LEAST_WINDOW))
+        assert computed <= 1.15 * fewest
+    assert cpu_audit_options([300], [10], window=3)["verify_window"] == 3
 
 
 def test_long_answers_come_first_and_equal_ones_in_order():

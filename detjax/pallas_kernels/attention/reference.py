@@ -18,8 +18,8 @@ def attention(
     """See `api.attention`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, channels that are no multiple of 16,
-            another block than 128, a soft cap, or sinks.
+        NotImplementedError: For other dtypes than bfloat16 or float32 of all, channels that are no
+            multiple of 16, another block than 128, a soft cap, or sinks.
     """
     if sinks is not None:
         raise NotImplementedError("attention of the reference backend has no sinks; use portable")
@@ -29,10 +29,10 @@ def attention(
             "portable"
         )
     channels = q.shape[3]
-    if q.dtype != jnp.bfloat16 or pages.dtype != jnp.bfloat16:
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:
         raise NotImplementedError(
-            f"attention of the reference backend is bfloat16, not {q.dtype} with {pages.dtype}; "
-            "use portable"
+            "attention of the reference backend is of bfloat16 or float32, not of "
+            f"{q.dtype} with {pages.dtype}; use portable"
         )
     if channels % 16 or profile.attention_block != BLOCK:
         raise NotImplementedError(

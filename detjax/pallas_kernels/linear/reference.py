@@ -1,46 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products in the bits of a tensor core of Hopper, on the CPU."""
 
-from typing import NoReturn
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from detjax.numerics import Reduction
-from detjax.pallas_kernels.linear.quantized import RowCoding, expanded
+from detjax.pallas_kernels.linear.quantized import (
+    FLOAT8_CHUNK,
+    LARGEST,
+    QuantizedRows,
+    RowCoding,
+    W8A8Matrix,
+    expanded,
+)
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import (
+    check_dtypes,
     combine_add_rms_norm,
     join,
     rms_norm,
 )
+from detjax.pallas_kernels.sm90_rows import NUM_PARTS
 from detjax.pallas_kernels.swiglu.reference import swiglu
 
 
 def _product(x, w, leaf_len: int) -> jax.Array:
-    """The tree of the leaves' sums, float32 [M, N].
+    """The tree of the leaves' sums, float32 [M, N]; [3, M, N] of float32 rows, cut into parts.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, or a leaf that is no multiple of 16.
+        NotImplementedError: For other dtypes, or a leaf that is no multiple of 16.
     """
     w = expanded(w)
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"the reference backend takes bfloat16, not {x.dtype} with {w.dtype}; use portable"
-        )
+    check_dtypes(x, w)
     if leaf_len % 16:
         raise NotImplementedError(
             "the reference backend needs leaves of a multiple of 16, the depth of one wgmma, not "
             f"{leaf_len}; use portable"
         )
+    num_rows, k_len = x.shape
+    has_parts = x.dtype == jnp.float32
+    if has_parts:
+        parts = jax.ShapeDtypeStruct((NUM_PARTS, num_rows, k_len), jnp.bfloat16)
+        x = call("split_rows", parts, x).reshape(-1, k_len)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    return call("product", out, x, w, leaf_len=leaf_len)
+    total = call("product", out, x, w, leaf_len=leaf_len)
+    return total.reshape(NUM_PARTS, num_rows, -1) if has_parts else total
 
 
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`."""
     total = _product(x, w, x.shape[1])
-    if bias is None and out_dtype == jnp.float32:
+    if bias is None and out_dtype == jnp.float32 and total.ndim == 2:
         return total
     return join(total, None, bias, out_dtype)
 
@@ -96,27 +107,54 @@ def linear_add_rms_norm(
     return total, rms_norm(total, gain, eps=eps)
 
 
-def _refuse_8_bits() -> NoReturn:
-    raise NotImplementedError(
-        "the reference backend has no products of 8-bit activations; use portable or sm90"
-    )
+def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
+    """See `w8a8.quantize_rows`.
+
+    Raises:
+        NotImplementedError: If rows are not bfloat16, or their scales are not their own peaks'.
+    """
+    if coding.group_len or coding.bound or coding.scale is not None:
+        raise NotImplementedError(
+            "the reference backend quantises a whole row by its own peak, not by groups, with a "
+            "bound or with the checkpoint's scale; use portable"
+        )
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"the reference backend quantises bfloat16, not {x.dtype}; use portable"
+        )
+    out = [
+        jax.ShapeDtypeStruct(x.shape, coding.dtype),
+        jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
+    ]
+    values, scales = call("quantize_rows", out, x, largest=np.float32(LARGEST[coding.dtype.name]))
+    return QuantizedRows(values=values, scales=scales)
 
 
-def quantize_rows(x, coding: RowCoding):
-    """Refuse: see `w8a8.quantize_rows`."""
-    _refuse_8_bits()
+def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
+    """See `w8a8.rms_norm_quantize`: the two operations, one after the other."""
+    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
 
 
-def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float):
-    """Refuse: see `w8a8.rms_norm_quantize`."""
-    _refuse_8_bits()
+def w8a8_product(
+    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+) -> jax.Array:
+    """See `w8a8.w8a8_product`.
+
+    Raises:
+        NotImplementedError: If K of float8 is no multiple of 128.
+    """
+    if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
+        raise NotImplementedError(
+            f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "
+            f"{x.shape[1]} channels; use quantized_weights='auto', or portable"
+        )
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    total = call("w8a8_product", out, x.values, x.scales, w.values, w.scales)
+    if bias is None and residual is None and out_dtype == jnp.float32:
+        return total
+    return join(total, residual, bias, out_dtype)
 
 
-def w8a8_product(x, w, bias, residual, *, out_dtype: jnp.dtype):
-    """Refuse: see `w8a8.w8a8_product`."""
-    _refuse_8_bits()
-
-
-def w8a8_swiglu(x, w, *, out_dtype: jnp.dtype):
-    """Refuse: see `w8a8.w8a8_swiglu`."""
-    _refuse_8_bits()
+def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `w8a8.w8a8_swiglu`: the two operations, one after the other."""
+    return swiglu(w8a8_product(x, w, None, None, out_dtype=out_dtype))

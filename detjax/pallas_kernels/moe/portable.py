@@ -137,10 +137,9 @@ def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Arr
         values, scales = (pad_axis(it, 1, PRODUCT_COLS) for it in (w.values, w.row_scales()))
         operands = (rows.values, values, rows.scales.T.reshape(x.shape[0], -1), scales)
     biases = () if bias is None else (pad_axis(bias, 1, PRODUCT_COLS),)
-    num_scales = len(operands) - 2
 
     def body(x_ref, w_ref, *refs):
-        scale_refs, (owners_ref, *bias_refs, out_ref) = refs[:num_scales], refs[num_scales:]
+        scale_refs, (owners_ref, *bias_refs, out_ref) = refs[: 2 * is_w8a8], refs[2 * is_w8a8 :]
         tile = pl.program_id(0)
         rows = pl.ds(tile * ROWS, ROWS)
         cols = pl.ds(pl.program_id(1) * PRODUCT_COLS, PRODUCT_COLS)

@@ -1,52 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts are not among the reference kernels: each operation says so."""
+"""Mixture of experts in the bits of the Hopper kernels, on the CPU."""
 
-from typing import NoReturn
-
+import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.linear.reference import linear
+from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
+from detjax.pallas_kernels.reference_library import call
+from detjax.pallas_kernels.rms_norm.reference import add_rms_norm
+from detjax.pallas_kernels.swiglu.reference import swiglu
 
-def _refuse() -> NoReturn:
-    raise NotImplementedError(
-        "the reference backend has no mixtures of experts; use portable or sm90"
+
+def route(
+    logits, *, num_experts: int, top_k: int, renormalise: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route`."""
+    shape = (logits.shape[0], top_k)
+    out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+    ids, weights = call("route", out, logits, num_experts=num_experts, renormalise=renormalise)
+    return ids, weights
+
+
+def expert_mlp(
+    x, expert_ids, w_gate_up, w_down, *,
+    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+) -> jax.Array:  # fmt: skip
+    """See `api.expert_mlp`.
+
+    Raises:
+        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16,
+            or if experts have biases and a clamp.
+    """
+    del num_ranks  # changes no bit
+    if extras is not None:
+        raise NotImplementedError(
+            "experts of the reference backend have no biases and no clamp; use portable"
+        )
+    dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
+    if dtypes != {jnp.dtype(jnp.bfloat16)}:
+        raise NotImplementedError(
+            "experts of the reference backend multiply bfloat16 by bfloat16, not "
+            f"{x.dtype} by {w_gate_up.dtype} and {w_down.dtype}; use portable"
+        )
+    if x.shape[1] % 16 or w_down.shape[2] % 16:
+        raise NotImplementedError(
+            "experts of the reference backend need widths of a multiple of 16, the depth of one "
+            f"wgmma, not {x.shape[1]} and {w_down.shape[2]}; use portable"
+        )
+    ids = (expert_ids - first_expert).reshape(-1).astype(jnp.int32)
+
+    def multiply(rows, w):
+        out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.bfloat16)
+        return call("expert_product", out, rows, ids, w)
+
+    y = multiply(swiglu(multiply(x, w_gate_up)), w_down)
+    return y.reshape(*expert_ids.shape, x.shape[1])
+
+
+def combine_experts_add_rms_norm(
+    y, weights, residual, gain, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_add_rms_norm`."""
+    total = call("add_experts", jax.ShapeDtypeStruct(residual.shape, jnp.float32), y, weights)
+    return add_rms_norm(total, residual, None, gain, eps=eps)
+
+
+def route_mlp(
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    *,
+    top_k: int,
+    renormalise: bool,
+    extras: ClampedExperts | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route_mlp`: the two operations, one after the other."""
+    expert_ids, weights = route(
+        logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-
-
-def route(logits, *, num_experts: int, top_k: int, renormalise: bool):
-    """Refuse: see `api.route`."""
-    _refuse()
-
-
-def expert_mlp(x, expert_ids, w_gate_up, w_down, *, first_expert, num_ranks: int, extras=None):
-    """Refuse: see `api.expert_mlp`."""
-    _refuse()
-
-
-def combine_experts_add_rms_norm(y, weights, residual, gain, *, eps: float):
-    """Refuse: see `api.combine_experts_add_rms_norm`."""
-    _refuse()
-
-
-def route_mlp(x, logits, w_gate_up, w_down, *, top_k: int, renormalise: bool, extras=None):
-    """Refuse: see `api.route_mlp`."""
-    _refuse()
-
-
-def defers_experts(num_rows: int, width: int) -> bool:
-    """See `api.defers_experts`: no."""
-    return False
+    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras), weights
 
 
 def combine_experts_norm_linear(
     y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
-):
-    """Refuse: see `api.combine_experts_norm_linear`."""
-    _refuse()
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
+    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    return linear(x, w, bias, out_dtype=out_dtype), total
 
 
 def route_mlp_add_rms_norm(
     x, logits, w_gate_up, w_down, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float, extras=None,
-):  # fmt: skip
-    """Refuse: see `api.route_mlp_add_rms_norm`."""
-    _refuse()
+    top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
+    options = {"top_k": top_k, "renormalise": renormalise, "extras": extras}
+    y, weights = route_mlp(x, logits, w_gate_up, w_down, **options)
+    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

@@ -359,8 +359,7 @@ class _Cta:
     def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
         slots = self.slots_of(start)
-        total = self.product(first, entry, col)
-        self.store_flat(total, start, count, col, slots, entry)
+        self.store_flat(self.product(first, entry, col), start, count, col, slots, entry)
 
     def tall_tile(self, first, start, count, col, entry) -> None:
         """A tile of 64 rows a warpgroup; one without rows gives back its steps of the ring."""

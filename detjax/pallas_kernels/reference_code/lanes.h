@@ -131,7 +131,8 @@ inline void run_tile(const Tile& tile) {
     int here = std::min(kChunk, tile.count - k);
     bool is_large = unpack(tile.weights, tile.first + k, here, unpacked);
     for (int m = 0; m < tile.num_rows; ++m) {
-      size_t row = tile.first_row + m, at = row * rows.k_len + tile.first_of_rows + k;
+      size_t row = tile.row_ids ? tile.row_ids[m] : tile.first_row + m;
+      size_t at = row * rows.k_len + tile.first_of_rows + k;
       float* accumulators = tile.accumulators + m * W;
       float before[W];
       std::memcpy(before, accumulators, sizeof before);

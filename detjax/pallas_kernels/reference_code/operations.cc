@@ -1,83 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations of a dense model in the bits of a Hopper GPU, as XLA custom calls on a CPU.
+// The operations of a model in the bits of a Hopper GPU, as XLA custom calls on a CPU.
 //
 // Arrays are row-major. Shapes and dtypes have been checked by the callers in Python. Letters are
 // those of detjax/array_types.py.
-#include <atomic>
-#include <cfenv>
-#include <condition_variable>
 #include <limits>
-#include <memory>
-#include <mutex>
 
-#include "float32.h"
-#include "tensor_core.h"
-#include "xla/ffi/api/ffi.h"
+#include "calls.h"
+#include "eight_bits.h"
+#include "experts.h"
+#include "float32_parts.h"
 
 namespace detjax {
 namespace {
-
-namespace ffi = xla::ffi;
-using In = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
-
-template <class T>
-const T* data(const In& x) {
-  return static_cast<const T*>(x.untyped_data());
-}
-template <class T>
-T* data(Out& x) {
-  return static_cast<T*>(x->untyped_data());
-}
-int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
-
-// Round to nearest and keep subnormal numbers: XLA flushes them in its threads.
-struct ExactFloats {
-  fenv_t saved;
-  ExactFloats() {
-    fegetenv(&saved);
-    fesetenv(FE_DFL_ENV);
-  }
-  ~ExactFloats() { fesetenv(&saved); }
-};
-
-// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
-// depends on which thread runs a job.
-template <class Job>
-void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
-  };
-  auto state = std::make_shared<State>();
-  auto work = [state, count, &job] {  // `job` is read only while it is still there
-    ExactFloats exact;
-    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      job(i);
-      if (state->done.fetch_add(1) + 1 == count) {
-        std::lock_guard<std::mutex> lock(state->mutex);
-        state->all_done.notify_all();
-      }
-    }
-  };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
-  work();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_done.wait(lock, [&] { return state->done.load() == count; });
-}
-
-// Pairs, pairs of pairs, ...; an odd one out waits for the next round.
-float pairwise(float* terms, int64_t count) {
-  while (count > 1) {
-    int64_t pairs = count / 2;
-    for (int64_t i = 0; i < pairs; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
-    if (count % 2) terms[pairs] = terms[count - 1];
-    count = pairs + count % 2;
-  }
-  return terms[0];
-}
 
 // ------------------------------------------------------------------------------------- products
 
@@ -113,16 +47,12 @@ ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) 
 ffi::Error join(ffi::ThreadPool pool, In total, In residual, In bias, Out out) {
   const int64_t width = dim(total, 1);
   const bool has_residual = residual.element_count(), has_bias = bias.element_count();
-  const bool is_bf16 = out->element_type() == ffi::DataType::BF16;
   parallel(pool, dim(total, 0), [&](int64_t m) {
     for (int64_t i = m * width; i < (m + 1) * width; ++i) {
       float sum = data<float>(total)[i];
-      if (has_bias) sum = sum + widen(data<uint16_t>(bias)[i % width]);
-      if (has_residual) sum = widen(data<uint16_t>(residual)[i]) + sum;
-      if (is_bf16)
-        data<uint16_t>(out)[i] = round_bf16(sum);
-      else
-        data<float>(out)[i] = sum;
+      if (has_bias) sum = sum + read(bias, i % width);
+      if (has_residual) sum = read(residual, i) + sum;
+      write(out, i, sum);
     }
   });
   return ffi::Error::Success();
@@ -181,12 +111,11 @@ ffi::Error rms_norm(ffi::ThreadPool pool, In x, In gain, Out out, float eps, boo
   const int64_t width = dim(x, 1);
   parallel(pool, dim(x, 0), [&](int64_t m) {
     std::vector<float> row(width);
-    for (int64_t d = 0; d < width; ++d) row[d] = widen(data<uint16_t>(x)[m * width + d]);
+    for (int64_t d = 0; d < width; ++d) row[d] = read(x, m * width + d);
     float sum = square_sum(row.data(), width, is_wide, vec_len, lanes, num_parts);
     float scale = rsqrt(sum / float(width) + eps);
     for (int64_t d = 0; d < width; ++d)
-      data<uint16_t>(out)[m * width + d] =
-          round_bf16((row[d] * scale) * widen(data<uint16_t>(gain)[d]));
+      write(out, m * width + d, (row[d] * scale) * read(gain, d));
   });
   return ffi::Error::Success();
 }
@@ -197,12 +126,11 @@ ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
   parallel(pool, dim(x, 0), [&](int64_t m) {
     const float *c = data<float>(cos) + m * half, *s = data<float>(sin) + m * half;
     for (int64_t h = m * heads; h < (m + 1) * heads; ++h) {
-      const uint16_t* in = data<uint16_t>(x) + h * channels;
-      uint16_t* to = data<uint16_t>(out) + h * channels;
       for (int64_t i = 0; i < half; ++i) {
-        float first = widen(in[i]), second = widen(in[half + i]);
-        to[i] = round_bf16(first * c[i] - second * s[i]);
-        to[half + i] = round_bf16(second * c[i] + first * s[i]);
+        int64_t at = h * channels + i;
+        float first = read(x, at), second = read(x, at + half);
+        write(out, at, first * c[i] - second * s[i]);
+        write(out, at + half, second * c[i] + first * s[i]);
       }
     }
   });
@@ -212,18 +140,25 @@ ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
 // out[m, f] = round(g / (1 + exp(-g)) * u), gates and ups [M, 2 F].
 ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out) {
   const int64_t width = dim(gate_up, 1) / 2;
-  const bool is_bf16 = out->element_type() == ffi::DataType::BF16;
   parallel(pool, dim(gate_up, 0), [&](int64_t m) {
     for (int64_t f = 0; f < width; ++f) {
       int64_t at = m * 2 * width + f;
-      float g = is_bf16 ? widen(data<uint16_t>(gate_up)[at]) : data<float>(gate_up)[at];
-      at += width;
-      float u = is_bf16 ? widen(data<uint16_t>(gate_up)[at]) : data<float>(gate_up)[at];
-      float gated = div_full(g, exp(-g) + 1.0f) * u;
-      if (is_bf16)
-        data<uint16_t>(out)[m * width + f] = round_bf16(gated);
-      else
-        data<float>(out)[m * width + f] = gated;
+      float g = read(gate_up, at), u = read(gate_up, at + width);
+      write(out, m * width + f, div_full(g, exp(-g) + 1.0f) * u);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// out[m, f] = round(g / (1 + exp(-g * (g * g * cubic + linear))) * u), gates and ups [M, 2 F].
+ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float cubic) {
+  const int64_t width = dim(gate_up, 1) / 2;
+  parallel(pool, dim(gate_up, 0), [&](int64_t m) {
+    for (int64_t f = 0; f < width; ++f) {
+      int64_t at = m * 2 * width + f;
+      float g = read(gate_up, at), u = read(gate_up, at + width);
+      float exponent = g * ((g * g) * cubic + linear);
+      write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
     }
   });
   return ffi::Error::Success();
@@ -235,36 +170,181 @@ constexpr int kBlock = 128;          // keys of an online-softmax step, and of a
 constexpr float kEmptyMax = -1e30f;  // the running maximum before any key
 constexpr int kRowsAtOnce = 64;
 
+// `T` is the type of queries and cache: bits of bfloat16, or float.
+template <class T>
 struct Attention {
-  const uint16_t *q, *pages;
+  const T *q, *pages;
   const int32_t *table, *positions;
-  uint16_t* out;
+  T* out;
   int64_t query_len, heads, channels, kv_heads, num_pages, table_len, layer;
   int64_t window, blocks_per_split;  // a window of 0 sees all
   float scale;
 
   int64_t group() const { return heads / kv_heads; }
-  const uint16_t* page(int64_t sequence, int64_t block, int half, int64_t kv_head) const {
+  const T* page(int64_t sequence, int64_t block, int half, int64_t kv_head) const {
     int64_t page = layer * num_pages + table[sequence * table_len + block];
     return pages + ((page * 2 + half) * kv_heads + kv_head) * kBlock * channels;
   }
 };
 
-// The sum of a block's weights, as four threads of a tensor core's tile hold them.
-float weight_sum(const float* w) {
+// The sum of the weights of `keys`, as four threads of a tensor core's tile hold them.
+float weight_sum(const float* w, int keys) {
   float quad[4];
   for (int q = 0; q < 4; ++q) {
     float element[2];
     for (int e = 0; e < 2; ++e) {
       const float* own = w + 2 * q + e;
       float even = own[0], odd = own[8];
-      for (int i = 2; i < 16; i += 2) even = even + own[8 * i], odd = odd + own[8 * i + 8];
+      for (int i = 2; i < keys / 8; i += 2) even = even + own[8 * i], odd = odd + own[8 * i + 8];
       element[e] = even + odd;
     }
     quad[q] = element[0] + element[1];
   }
   return (quad[0] + quad[1]) + (quad[2] + quad[3]);
 }
+
+template <class T>
+T rounded(float x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  return round_bf16(x);
+}
+
+// Products of bfloat16 rows and weights.
+struct Products {
+  int64_t channels;
+  Rows queries, weights;
+  std::vector<float> decays, tile;
+  std::vector<uint16_t> row, values;
+
+  Products(int64_t count, int64_t channels)
+      : channels(channels), decays(count), tile(count * processor.lanes), row(kBlock),
+        values(kBlock * channels) {
+    queries.resize(count, channels), weights.resize(count, kBlock);
+  }
+
+  void set_query(int64_t r, const uint16_t* q) { queries.set(r, q); }
+  void set_weights(int64_t r, const float* w, float decay) {
+    for (int j = 0; j < kBlock; ++j) row[j] = round_bf16(w[j]);
+    weights.set(r, row.data()), decays[r] = decay;
+  }
+  float weight_sum(const float* w) const { return detjax::weight_sum(w, kBlock); }
+
+  // scores[r, j] = queries[r] page[j] for keys j.
+  void multiply_keys(const uint16_t* page, int64_t keys, int64_t first, int64_t rows,
+                     float* scores) {
+    const int width = processor.lanes;
+    for (int64_t key = 0; key < keys; key += width) {
+      std::fill(tile.begin(), tile.end(), 0.0f);
+      Weights w{page + key * channels, channels, width, true};
+      processor.run({&queries, int(first), int(rows), w, 0, int(channels), 0, tile.data()});
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&scores[(first + r) * kBlock + key], &tile[r * width], 4 * width);
+    }
+  }
+
+  // out[r] = out[r] * decay + weights[r] page, the product on the accumulator.
+  void add_values(const uint16_t* page, int64_t keys, int64_t first, int64_t rows, float* out) {
+    const int width = processor.lanes;
+    int64_t count = (keys + kStep - 1) / kStep * kStep;
+    if (count != keys) {  // what no row sees may be the content of a freed page
+      std::fill(values.begin(), values.end(), 0);
+      std::memcpy(values.data(), page, 2 * keys * channels);
+      page = values.data();
+    }
+    for (int64_t c = 0; c < channels; c += width) {
+      int here = std::min<int64_t>(width, channels - c);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int o = 0; o < here; ++o)
+          tile[r * width + o] = out[(first + r) * channels + c + o] * decays[first + r];
+      Weights w{page + c, channels, here, false};
+      processor.run({&weights, int(first), int(rows), w, 0, int(count), 0, tile.data()});
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&out[(first + r) * channels + c], &tile[r * width], 4 * here);
+    }
+  }
+};
+
+// Products of float32, each of its three bfloat16 parts with those of the other.
+struct PartProducts {
+  static constexpr int kHalf = kBlock / 2;
+  int64_t channels;
+  Rows queries[kParts], weights[kParts];
+  std::vector<float> decays, tile;
+  std::vector<uint16_t> parts[kParts];
+
+  PartProducts(int64_t count, int64_t channels)
+      : channels(channels), decays(count), tile(count * processor.lanes) {
+    for (int i = 0; i < kParts; ++i) {
+      queries[i].resize(count, channels), weights[i].resize(count, kBlock);
+      parts[i].resize(kBlock * std::max<int64_t>(channels, 1));
+    }
+  }
+
+  void cut(const float* from, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+      uint16_t own[kParts];
+      split_bf16(from[i], own);
+      for (int p = 0; p < kParts; ++p) parts[p][i] = own[p];
+    }
+  }
+  void set_query(int64_t r, const float* q) {
+    cut(q, channels);
+    for (int i = 0; i < kParts; ++i) queries[i].set(r, parts[i].data());
+  }
+  void set_weights(int64_t r, const float* w, float decay) {
+    std::vector<uint16_t> rows[kParts];
+    for (auto& row : rows) row.resize(kBlock);
+    for (int j = 0; j < kBlock; ++j) {
+      uint16_t own[kParts];
+      split_bf16(w[j], own);
+      for (int p = 0; p < kParts; ++p) rows[p][j] = own[p];
+    }
+    for (int i = 0; i < kParts; ++i) weights[i].set(r, rows[i].data());
+    decays[r] = decay;
+  }
+  float weight_sum(const float* w) const {
+    return detjax::weight_sum(w, kHalf) + detjax::weight_sum(w + kHalf, kHalf);
+  }
+
+  void multiply_keys(const float* page, int64_t keys, int64_t first, int64_t rows, float* scores) {
+    const int width = processor.lanes;
+    cut(page, kBlock * channels);
+    for (int64_t key = 0; key < keys; key += width) {
+      std::fill(tile.begin(), tile.end(), 0.0f);
+      for (const auto& [of_q, of_k] : kPairs) {
+        Weights w{parts[of_k].data() + key * channels, channels, width, true};
+        processor.run(
+            {&queries[of_q], int(first), int(rows), w, 0, int(channels), 0, tile.data()});
+      }
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(&scores[(first + r) * kBlock + key], &tile[r * width], 4 * width);
+    }
+  }
+
+  // out[r] = fma(out[r], decay, product of the first half) + product of the second.
+  void add_values(const float* page, int64_t keys, int64_t first, int64_t rows, float* out) {
+    const int width = processor.lanes;
+    cut(page, keys * channels);
+    for (auto& part : parts) std::fill(part.begin() + keys * channels, part.end(), 0);
+    for (int64_t c = 0; c < channels; c += width) {
+      int here = std::min<int64_t>(width, channels - c);
+      for (int half = 0; half < 2; ++half) {
+        std::fill(tile.begin(), tile.end(), 0.0f);
+        for (const auto& [of_w, of_v] : kPairs) {
+          Weights w{parts[of_v].data() + half * kHalf * channels + c, channels, here, false};
+          processor.run({&weights[of_w], int(first), int(rows), w, 0, kHalf, half * kHalf,
+                         tile.data()});
+        }
+        for (int64_t r = 0; r < rows; ++r)
+          for (int o = 0; o < here; ++o) {
+            float& x = out[(first + r) * channels + c + o];
+            float product = tile[r * width + o];
+            x = half ? x + product : fma(x, decays[first + r], product);
+          }
+      }
+    }
+  }
+};
 
 // Running maximum, sum of weights and output of some rows.
 struct Softmax {
@@ -273,26 +353,25 @@ struct Softmax {
       : maximum(rows, kEmptyMax), sum(rows, 0.0f), out(rows * channels, 0.0f) {}
 };
 
-// Some rows of one sequence and one key/value head; a row is a query of a head.
+// Some rows of one sequence and one key/value head; a row is a query of a head. `Products` has the
+// rows and weights as operands, and multiplies them by a block of keys or values.
+template <class T, class Products>
 struct AttentionRows {
-  const Attention& it;
+  const Attention<T>& it;
   int64_t sequence, kv_head, first_row, count;
   std::vector<int64_t> position;
-  Rows queries, weights;
-  std::vector<float> scores, tile;
-  std::vector<uint16_t> rounded, values;
+  std::vector<float> scores;
+  Products products;
   int64_t last = -1;
 
-  AttentionRows(const Attention& it, int64_t sequence, int64_t kv_head, int64_t first_row,
+  AttentionRows(const Attention<T>& it, int64_t sequence, int64_t kv_head, int64_t first_row,
                 int64_t count)
-      : it(it), sequence(sequence), kv_head(kv_head), first_row(first_row), count(count) {
-    queries.resize(count, it.channels), weights.resize(count, kBlock);
-    scores.resize(count * kBlock), tile.resize(count * processor.lanes);
-    rounded.resize(kBlock), values.resize(kBlock * it.channels);
+      : it(it), sequence(sequence), kv_head(kv_head), first_row(first_row), count(count),
+        scores(count * kBlock), products(count, it.channels) {
     for (int64_t r = 0; r < count; ++r) {
       position.push_back(it.positions[sequence * it.query_len + (first_row + r) / it.group()]);
       last = std::max(last, position.back());
-      queries.set(r, it.q + offset(r));
+      products.set_query(r, it.q + offset(r));
     }
   }
 
@@ -305,18 +384,6 @@ struct AttentionRows {
   }
   bool sees(int64_t r, int64_t block) const {
     return position[r] >= block * kBlock && earliest(r) < (block + 1) * kBlock;
-  }
-
-  void multiply_keys(int64_t block, int64_t first, int64_t rows) {
-    const int width = processor.lanes;
-    const uint16_t* keys = it.page(sequence, block, 0, kv_head);
-    for (int64_t key = 0; key < std::min<int64_t>(kBlock, last + 1 - block * kBlock); key += width) {
-      std::fill(tile.begin(), tile.end(), 0.0f);
-      Weights w{keys + key * it.channels, it.channels, width, true};
-      processor.run({&queries, int(first), int(rows), w, 0, int(it.channels), 0, tile.data()});
-      for (int64_t r = 0; r < rows; ++r)
-        std::memcpy(&scores[(first + r) * kBlock + key], &tile[r * width], 4 * width);
-    }
   }
 
   // Weights of a row's keys in a block; its running maximum and sum, and its output's decay.
@@ -332,33 +399,10 @@ struct AttentionRows {
     float decay = ex2(before - now);
     for (int j = 0; j < kBlock; ++j) {
       s[j] = s[j] == -kInfinity ? 0.0f : ex2(fma(s[j], it.scale, -now));
-      rounded[j] = round_bf16(s[j]);
     }
-    weights.set(r, rounded.data());
+    products.set_weights(r, s, decay);
     state.maximum[r] = now;
-    state.sum[r] = fma(state.sum[r], decay, weight_sum(s));
-    for (int64_t c = 0; c < it.channels; ++c) state.out[r * it.channels + c] *= decay;
-  }
-
-  void multiply_values(int64_t block, int64_t first, int64_t rows, Softmax& state) {
-    const int width = processor.lanes;
-    const uint16_t* page = it.page(sequence, block, 1, kv_head);
-    int64_t keys = std::min<int64_t>(kBlock, last + 1 - block * kBlock);
-    int64_t count = (keys + kStep - 1) / kStep * kStep;
-    if (count != keys) {  // what no row sees may be the content of a freed page
-      std::fill(values.begin(), values.end(), 0);
-      std::memcpy(values.data(), page, 2 * keys * it.channels);
-      page = values.data();
-    }
-    for (int64_t c = 0; c < it.channels; c += width) {
-      int here = std::min<int64_t>(width, it.channels - c);
-      for (int64_t r = 0; r < rows; ++r)
-        std::memcpy(&tile[r * width], &state.out[(first + r) * it.channels + c], 4 * here);
-      Weights w{page + c, it.channels, here, false};
-      processor.run({&weights, int(first), int(rows), w, 0, int(count), 0, tile.data()});
-      for (int64_t r = 0; r < rows; ++r)
-        std::memcpy(&state.out[(first + r) * it.channels + c], &tile[r * width], 4 * here);
-    }
+    state.sum[r] = fma(state.sum[r], decay, products.weight_sum(s));
   }
 
   void add_block(int64_t block, Softmax& state) {
@@ -366,16 +410,19 @@ struct AttentionRows {
     while (first < end && !sees(first, block)) ++first;
     while (end > first && !sees(end - 1, block)) --end;
     if (first == end) return;
-    multiply_keys(block, first, end - first);
+    const int64_t keys = std::min<int64_t>(kBlock, last + 1 - block * kBlock);
+    products.multiply_keys(it.page(sequence, block, 0, kv_head), keys, first, end - first,
+                           scores.data());
     for (int64_t r = first; r < end; ++r) {
       if (sees(r, block)) {
         weigh(r, block, state);
       } else {
-        std::fill(rounded.begin(), rounded.end(), 0);
-        weights.set(r, rounded.data());
+        std::fill_n(&scores[r * kBlock], kBlock, 0.0f);
+        products.set_weights(r, &scores[r * kBlock], 1.0f);
       }
     }
-    multiply_values(block, first, end - first, state);
+    products.add_values(it.page(sequence, block, 1, kv_head), keys, first, end - first,
+                        state.out.data());
   }
 
   // Fold a split into the state.
@@ -410,27 +457,33 @@ struct AttentionRows {
       for (int64_t c = 0; c < it.channels; ++c) {
         float out = state.out[r * it.channels + c] * inverse;
         bool is_zero = position[r] < 0 || out == 0.0f;
-        it.out[offset(r) + c] = is_zero ? 0 : round_bf16(out);
+        it.out[offset(r) + c] = is_zero ? T(0) : rounded<T>(out);
       }
     }
   }
 };
 
 // q [B, T, H, C], pages [L, N, 2, K, P, C], table [B, n], positions [B, T], layer [1].
-ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer, Out out,
-                     int64_t window, int64_t blocks_per_split, float scale) {
-  Attention it{data<uint16_t>(q), data<uint16_t>(pages), data<int32_t>(table),
-               data<int32_t>(positions), data<uint16_t>(out), dim(q, 1), dim(q, 2), dim(q, 3),
-               dim(pages, 3), dim(pages, 1), dim(table, 1), data<int32_t>(layer)[0], window,
-               blocks_per_split, scale};
+template <class T, class Products>
+void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, In& layer, Out& out,
+            int64_t window, int64_t blocks_per_split, float scale) {
+  Attention<T> it{data<T>(q), data<T>(pages), data<int32_t>(table), data<int32_t>(positions),
+                  data<T>(out), dim(q, 1), dim(q, 2), dim(q, 3), dim(pages, 3), dim(pages, 1),
+                  dim(table, 1), data<int32_t>(layer)[0], window, blocks_per_split, scale};
   const int64_t rows = it.query_len * it.group();
   const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   parallel(pool, dim(q, 0) * it.kv_heads * parts, [&](int64_t job) {
     int64_t first = job % parts * kRowsAtOnce, pair = job / parts;
-    AttentionRows(it, pair / it.kv_heads, pair % it.kv_heads, first,
-                  std::min<int64_t>(kRowsAtOnce, rows - first))
+    AttentionRows<T, Products>(it, pair / it.kv_heads, pair % it.kv_heads, first,
+                               std::min<int64_t>(kRowsAtOnce, rows - first))
         .run();
   });
+}
+
+ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer, Out out,
+                     int64_t window, int64_t blocks_per_split, float scale) {
+  auto run = is_bf16(q) ? attend<uint16_t, Products> : attend<float, PartProducts>;
+  run(pool, q, pages, table, positions, layer, out, window, blocks_per_split, scale);
   return ffi::Error::Success();
 }
 
@@ -604,12 +657,24 @@ ffi::Error adjust_logits(ffi::ThreadPool pool, In logits, In bias, In uses, In a
 #define DETJAX_EXPORT(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, name, binding)
 
 DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<int64_t>("leaf_len"));
+DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(route, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+              .Attr<int64_t>("num_experts").Attr<bool>("renormalise"));
+DETJAX_EXPORT(add_experts, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+              .Attr<float>("largest"));
+DETJAX_EXPORT(w8a8_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(split_rows, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(add_parts, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(join, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(add_leaves, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("eps")
               .Attr<bool>("is_wide").Attr<int64_t>("vec_len").Attr<int64_t>("lanes")
               .Attr<int64_t>("num_parts"));
 DETJAX_EXPORT(rope, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(geglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("linear")
+              .Attr<float>("cubic"));
 DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")

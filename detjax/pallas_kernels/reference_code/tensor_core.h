@@ -123,6 +123,7 @@ struct Tile {
   int first, count;     // of K, in the weights
   int first_of_rows;    // of K, in the rows
   float* accumulators;  // [num_rows, W]
+  const int32_t* row_ids = nullptr;  // [num_rows], in place of neighbours from first_row
 };
 
 }  // namespace detjax

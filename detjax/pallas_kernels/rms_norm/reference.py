@@ -9,17 +9,27 @@ from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
+def check_dtypes(x, w) -> None:
+    """Refuse activations and weights that the kernels do not take.
+
+    Raises:
+        NotImplementedError: If they are of other dtypes.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or w.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            "the reference backend takes bfloat16 or float32 with bfloat16 weights, not "
+            f"{x.dtype} with {w.dtype}; use portable"
+        )
+
+
 def rms_norm(x, gain, *, eps: float) -> jax.Array:
     """See `api.rms_norm`.
 
     Raises:
-        NotImplementedError: If rows or gain are not bfloat16.
+        NotImplementedError: If rows are neither bfloat16 nor float32, or the gain is not bfloat16.
         ValueError: If `sm90.row_sum` defines no sum for D.
     """
-    if x.dtype != jnp.bfloat16 or gain.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"the reference backend takes bfloat16, not {x.dtype} with {gain.dtype}; use portable"
-        )
+    check_dtypes(x, gain)
     form = row_sum(x.shape[1])
     return call(
         "rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), x, gain,
@@ -29,10 +39,14 @@ def rms_norm(x, gain, *, eps: float) -> jax.Array:
 
 
 def join(total, residual, bias, dtype: jnp.dtype) -> jax.Array:
-    """`round(residual + (total + bias))` in `dtype`; residual and bias may be None."""
+    """`round(residual + (total + bias))` in `dtype`; residual and bias may be None.
+
+    A total of float32 activations is [3, M, D], the sums of their parts, which are added first.
+    """
     none = jnp.zeros((0,), jnp.bfloat16)
     operands = (none if x is None else x for x in (residual, bias))
-    return call("join", jax.ShapeDtypeStruct(total.shape, dtype), total, *operands)
+    name = "join" if total.ndim == 2 else "add_parts"
+    return call(name, jax.ShapeDtypeStruct(total.shape[-2:], dtype), total, *operands)
 
 
 def add_rms_norm(partial, residual, bias, gain, *, eps: float) -> tuple[jax.Array, jax.Array]:

@@ -13,11 +13,11 @@ def rope(x, cos, sin) -> jax.Array:
     """See `api.rope`.
 
     Raises:
-        NotImplementedError: If heads are not bfloat16.
+        NotImplementedError: If heads are neither bfloat16 nor float32.
     """
-    if x.dtype != jnp.bfloat16:
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(
-            f"the reference backend rotates bfloat16, not {x.dtype}; use portable"
+            f"the reference backend rotates bfloat16 or float32, not {x.dtype}; use portable"
         )
     return call("rope", jax.ShapeDtypeStruct(x.shape, x.dtype), x, cos, sin)
 

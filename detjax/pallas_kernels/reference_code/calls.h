@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every XLA custom call of the reference kernels is made of: operands, threads, sums in pairs.
+#pragma once
+
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "float32.h"
+#include "tensor_core.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace detjax {
+namespace {
+
+namespace ffi = xla::ffi;
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+template <class T>
+const T* data(const In& x) {
+  return static_cast<const T*>(x.untyped_data());
+}
+template <class T>
+T* data(Out& x) {
+  return static_cast<T*>(x->untyped_data());
+}
+bool is_bf16(const In& x) { return x.element_type() == ffi::DataType::BF16; }
+bool is_bf16(const Out& x) { return x->element_type() == ffi::DataType::BF16; }
+
+// An element of bfloat16 or float32, and its rounding to either.
+float read(const In& x, int64_t i) {
+  return is_bf16(x) ? widen(data<uint16_t>(x)[i]) : data<float>(x)[i];
+}
+void write(Out& x, int64_t i, float value) {
+  if (is_bf16(x))
+    data<uint16_t>(x)[i] = round_bf16(value);
+  else
+    data<float>(x)[i] = value;
+}
+int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
+
+// Round to nearest and keep subnormal numbers: XLA flushes them in its threads.
+struct ExactFloats {
+  fenv_t saved;
+  ExactFloats() {
+    fegetenv(&saved);
+    fesetenv(FE_DFL_ENV);
+  }
+  ~ExactFloats() { fesetenv(&saved); }
+};
+
+// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
+// depends on which thread runs a job.
+template <class Job>
+void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+  };
+  auto state = std::make_shared<State>();
+  auto work = [state, count, &job] {  // `job` is read only while it is still there
+    ExactFloats exact;
+    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
+      job(i);
+      if (state->done.fetch_add(1) + 1 == count) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->all_done.notify_all();
+      }
+    }
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
+  work();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_done.wait(lock, [&] { return state->done.load() == count; });
+}
+
+// Pairs, pairs of pairs, ...; an odd one out waits for the next round.
+float pairwise(float* terms, int64_t count) {
+  while (count > 1) {
+    int64_t pairs = count / 2;
+    for (int64_t i = 0; i < pairs; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
+    if (count % 2) terms[pairs] = terms[count - 1];
+    count = pairs + count % 2;
+  }
+  return terms[0];
+}
+
+}  // namespace
+}  // namespace detjax

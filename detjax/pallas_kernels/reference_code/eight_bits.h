@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of 8-bit activations and weights: int8, whose sums are exact, and float8 (e4m3fn).
+//
+// A step of wgmma in float8 adds 32 products to the accumulator. All are aligned to the largest
+// exponent, cut at 13 fraction bits and added exactly; the sum is cut to 13 bits below its first.
+#pragma once
+
+#include "calls.h"
+
+namespace detjax {
+namespace {
+
+constexpr int kStep8 = 32;       // products of a step
+constexpr int kFraction8 = 13;   // fraction bits that are kept below the largest exponent
+constexpr int kChunk8 = 128;     // channels of an accumulator; chunks are added in float32
+constexpr int kPoint8 = 6;       // fraction bits of a product of two significands
+constexpr int kNothing = -1000;  // exponent of a zero
+
+// cvt.rn.satfinite.e4m3x2.f32: to nearest, ties to even, at most 448.
+inline uint8_t round_float8(float x) {
+  uint32_t u = bits_of(x), sign = u >> 24 & 0x80, size = u & 0x7fffffffu;
+  if (size > 0x7f800000u) return 0x7f;
+  if (size < (121u << 23))  // under 2^-6: a multiple of 2^-9
+    return uint8_t(sign | uint32_t(std::nearbyint(std::fabs(x) * 512.0f)));
+  uint32_t rounded = (size + 0x7ffffu + ((size >> 20) & 1)) >> 20;
+  return uint8_t(sign | std::min<uint32_t>(rounded - (120u << 3), 0x7e));
+}
+
+// cvt.rni.s32.f32, then cvt.pack.sat.s8: to nearest, ties to even, saturated; NaN is 0.
+inline int8_t round_int8(float x) {
+  if (x != x) return 0;
+  return int8_t(std::nearbyint(std::min(std::max(x, -128.0f), 127.0f)));
+}
+
+// Rows [M, K] of bfloat16 as 8-bit values and scales [M].
+ffi::Error quantize_rows(ffi::ThreadPool pool, In x, Out values, Out scales, float largest) {
+  const int64_t width = dim(x, 1);
+  const bool is_int = values->element_type() == ffi::DataType::S8;
+  parallel(pool, dim(x, 0), [&](int64_t m) {
+    const uint16_t* row = data<uint16_t>(x) + m * width;
+    float peak = 0.0f;
+    for (int64_t k = 0; k < width; ++k) peak = max_nan(peak, std::fabs(widen(row[k])));
+    const float inverse = peak == 0.0f ? 0.0f : largest / peak;
+    data<float>(scales)[m] = peak / largest;
+    for (int64_t k = 0; k < width; ++k) {
+      float scaled = widen(row[k]) * inverse;
+      if (is_int)
+        data<int8_t>(values)[m * width + k] = round_int8(scaled);
+      else
+        data<uint8_t>(values)[m * width + k] = round_float8(scaled);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Rows of float8, unpacked.
+struct Float8Rows {
+  int64_t k_len;
+  std::vector<int32_t> significands, exponents;  // [M, K]: value = significand * 2^(exponent - 3)
+  std::vector<uint8_t> has_nan;                  // [M]
+
+  Float8Rows(int64_t rows, int64_t k_len)
+      : k_len(k_len), significands(rows * k_len), exponents(rows * k_len), has_nan(rows) {}
+
+  void set(int64_t row, const uint8_t* from) {
+    for (int64_t k = 0; k < k_len; ++k) {
+      int e = from[k] >> 3 & 15, s = (from[k] & 7) | (e ? 8 : 0);
+      significands[row * k_len + k] = from[k] & 0x80 ? -s : s;
+      exponents[row * k_len + k] = e ? e - 7 : -6;
+      has_nan[row] |= (from[k] & 0x7f) == 0x7f;
+    }
+  }
+};
+
+// One step of one output: adds 32 products to `total`.
+inline float float8_step(float total, const int32_t* x, const int32_t* x_exponents,
+                         const int32_t* w, const int32_t* w_exponents) {
+  int32_t products[kStep8], exponents[kStep8], top = kNothing;
+  for (int t = 0; t < kStep8; ++t) {
+    products[t] = x[t] * w[t];
+    exponents[t] = products[t] ? x_exponents[t] + w_exponents[t] : kNothing;
+    top = std::max(top, exponents[t]);
+  }
+  Term kept = term_of(total, 23);
+  if (kept.significand) top = std::max(top, kept.exponent);
+  if (top == kNothing) return 0.0f;
+  int32_t sum = 0;
+  for (int t = 0; t < kStep8; ++t) {
+    int32_t sign = products[t] >> 31, shift = std::min(top - exponents[t], 31);
+    int32_t size = ((products[t] ^ sign) - sign) << (kFraction8 - kPoint8) >> shift;
+    sum += (size ^ sign) - sign;
+  }
+  int64_t size = kept.significand < 0 ? -kept.significand : kept.significand;
+  size >>= std::min(top - kept.exponent + 23 - kFraction8, 62);
+  sum += int32_t(kept.significand < 0 ? -size : size);
+  if (!sum) return 0.0f;
+  uint32_t added = sum < 0 ? -sum : sum;
+  int spare = std::max(31 - __builtin_clz(added) - kFraction8, 0);
+  float result = std::ldexp(float(added >> spare << spare), top - kFraction8);
+  return sum < 0 ? -result : result;
+}
+
+// ((c_0 + c_1) + c_2) + ..., c_i the sum of a chunk's steps.
+inline float float8_sum(const Float8Rows& x, int64_t m, const Float8Rows& w, int64_t n) {
+  if (x.has_nan[m] || w.has_nan[n]) return float_of(0x7fffffffu);
+  float total = 0.0f;
+  for (int64_t k = 0; k < x.k_len; k += kChunk8) {
+    float chunk = 0.0f;
+    for (int64_t s = k; s < k + kChunk8; s += kStep8) {
+      int64_t at = m * x.k_len + s, own = n * w.k_len + s;
+      chunk = float8_step(chunk, &x.significands[at], &x.exponents[at], &w.significands[own],
+                          &w.exponents[own]);
+    }
+    total = total + chunk;
+  }
+  return total;
+}
+
+// out[m, n] = (sum_k(x[m, k] w[n, k]) * w_scales[n]) * x_scales[m], float32.
+ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scales, Out out) {
+  const int64_t m_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 0), piece = 16;
+  const bool is_int = x.element_type() == ffi::DataType::S8;
+  Float8Rows rows(is_int ? 0 : m_len, k_len);
+  if (!is_int)
+    parallel(pool, m_len, [&](int64_t m) { rows.set(m, data<uint8_t>(x) + m * k_len); });
+  parallel(pool, (n_len + piece - 1) / piece, [&](int64_t part) {
+    Float8Rows weights(is_int ? 0 : 1, k_len);
+    for (int64_t n = part * piece; n < std::min(n_len, (part + 1) * piece); ++n) {
+      if (!is_int) weights.has_nan[0] = 0, weights.set(0, data<uint8_t>(w) + n * k_len);
+      for (int64_t m = 0; m < m_len; ++m) {
+        float total;
+        if (is_int) {
+          const int8_t *a = data<int8_t>(x) + m * k_len, *b = data<int8_t>(w) + n * k_len;
+          int32_t sum = 0;
+          for (int64_t k = 0; k < k_len; ++k) sum += int16_t(a[k]) * int16_t(b[k]);
+          total = float(sum);
+        } else {
+          total = float8_sum(rows, m, weights, 0);
+        }
+        data<float>(out)[m * n_len + n] =
+            (total * data<float>(w_scales)[n]) * data<float>(x_scales)[m];
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace detjax
