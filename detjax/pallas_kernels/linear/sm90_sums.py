@@ -134,10 +134,14 @@ def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int,
 
         return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
 
+    def of_weights(i) -> list:
+        return [scales.of_weights(i, j) for j in range(num_chunks)]
+
     def step(i, totals):
         # WHY: what is in device memory is on its way while the operands of the step are.
-        weights = [scales.of_weights(i, j) for j in range(num_chunks)] if scales else []
+        weights = of_weights(i) if scales and not scales.is_late else []
         take(i)
+        weights = of_weights(i) if scales and scales.is_late else weights
         rows = [scales.of_rows(i, j) for j in range(num_chunks)] if scales else []
         for j in range(num_chunks):
             if scales:
@@ -166,6 +170,7 @@ class ChunkScales:
         pieces: Parts of the accumulator with one scale of weights each.
         piece_shape: Of each piece.
         math: Arithmetic on the accumulator's layout.
+        is_late: Whether scales of weights are known only when a step's operands are there.
     """
 
     of_weights: Callable
@@ -174,6 +179,7 @@ class ChunkScales:
     pieces: tuple
     piece_shape: tuple[int, int]
     math: Arithmetic
+    is_late: bool = False
 
     def added(self, totals: tuple, chunk, of_rows, of_weights: list) -> tuple:
         """Each piece's `fma(chunk, of_rows * of_weights, total)`."""

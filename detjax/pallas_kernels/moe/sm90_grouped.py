@@ -411,7 +411,7 @@ class _Cta:
                 multiply=multiply_slab,
                 give=give,
                 num_chunks=plan.slabs,
-                scales=self.chunk_scales(first, self.expert_of(entry), col),
+                scales=self.chunk_scales(first, entry, col),
             )
         total = leaf_sum(
             (t.wg_rows, t.cols),
@@ -423,8 +423,11 @@ class _Cta:
         )
         return tuple(total[piece] for piece in plan.pieces)
 
-    def chunk_scales(self, first, expert, col) -> ChunkScales:
-        """Scales of a tile from output `col` on, whose first step is the ring's step `first`."""
+    def chunk_scales(self, first, entry, col) -> ChunkScales:
+        """Scales of a tile from output `col` on, whose first step is the ring's step `first`.
+
+        # WHY, late: as in `with_biases`.
+        """
         plan, t = self.plan, self.plan.tiles
         if t.is_swapped:
             col = col + self.wg * plan.wg_out
@@ -434,6 +437,7 @@ class _Cta:
         axis = 1 if t.is_swapped else 0
 
         def of_weights(i, j):
+            expert = self.expert_of(entry)
             blocks = [lax.div(col + it, plan.block_rows) for it in plan.piece_weights]
             return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
 
@@ -445,6 +449,7 @@ class _Cta:
         return ChunkScales(
             of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
             piece_shape=piece_shape, math=math,
+            is_late=plan.is_one_row and plan.few is not None,
         )  # fmt: skip
 
     def slots_of(self, start) -> list:
