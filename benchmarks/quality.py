@@ -34,7 +34,10 @@ from detjax.models.weights.load import ignore_progress
 from detjax.pallas_kernels.backend import Backend
 
 BFLOAT16 = "bfloat16"
-FORMS = dict.fromkeys(("fp8-dynamic", "int8-w8a8"), ("auto", "w8a8"))
+ANY_WIDTH = [name for name, recipe in RECIPES.items() if recipe.block_rows == 1]
+"""Schemes without blocks, which take only models of whole blocks of 128."""
+
+FORMS = dict.fromkeys(("fp8-dynamic", "fp8-block", "int8-w8a8"), ("auto", "w8a8"))
 """Forms of `quantized_weights` that give a scheme other answers: w8a8 rounds activations too."""
 STDERR = rich.console.Console(stderr=True)
 
@@ -134,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--windows", type=int, default=16, help="pieces of the text that are scored"
     )
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
-    parser.add_argument("--schemes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--schemes", nargs="*", default=ANY_WIDTH, choices=list(RECIPES))
     parser.add_argument("--group-size", type=int, default=128, choices=GROUP_SIZES)
     parser.add_argument("--out", help="write JSON rows here")
     return parser
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for scheme in args.schemes:
             recipe, folder = RECIPES[scheme], Path(scratch) / scheme
-            if recipe.group_size:
+            if recipe.group_size and recipe.block_rows == 1:
                 recipe = replace(recipe, group_size=args.group_size)
             quantize_folder(model, folder, recipe, progress=ignore_progress)
             for weights in FORMS.get(scheme, ("auto",)):

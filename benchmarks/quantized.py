@@ -37,7 +37,7 @@ PROMPT_LEN, LONG_LEN = 512, 4000
 FEW, MANY = 30, 150
 RUN_REQUESTS, RUN_NEW = 512, 128
 FORMS = ("bfloat16", "packed", "w8a8", "expanded")
-ASK_FOR_8_BITS = ("int8-w8a8", "fp8-dynamic")
+ASK_FOR_8_BITS = ("int8-w8a8", "fp8-dynamic", "fp8-block")
 STDERR = rich.console.Console(stderr=True)
 
 

@@ -121,7 +121,7 @@ class LLM:
             quantized_weights: How the matrices of a quantised model lie on the devices: "packed",
                 as codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on
                 Hopper GPUs. These change no bit. "w8a8" multiplies 8-bit weights with
-                activations that are quantised by token, as the checkpoint asks.
+                activations of 8 bits, quantised as the checkpoint asks.
             revision: Branch, tag or commit of a Hugging Face id; None is its main branch.
             max_len: Longest prompt plus completion, in tokens. None is the model's context, or what
                 the cache holds where that is less.

@@ -23,6 +23,7 @@ from detjax.progress import show_progress
 
 SCHEMES = {
     "fp8-dynamic": "float8_e4m3fn, a scale for each output channel; activations in 8 bits, too",
+    "fp8-block": "float8_e4m3fn, a scale for each block of 128 x 128; activations in 8 bits, too",
     "int8-w8a8": "int8, a scale for each output channel; activations in 8 bits, too",
     "int8-w8a16": "int8, a scale for each output channel",
     "int4-w4a16": "int4, a scale for each group of input channels of an output channel",
@@ -47,7 +48,7 @@ _GROUP_SIZE = Option(
     default=128,
     choices=(32, 64, 128),
     parse=int,
-    help="input channels that share a scale in int4-w4a16; the other schemes have no groups",
+    help="input channels that share a scale in int4-w4a16; the other schemes have no choice",
 )
 _OUTPUT = replace(
     options.OUTPUT,
@@ -80,11 +81,11 @@ def _run(args: argparse.Namespace) -> int:
         from detjax.models.quantization.quantize import RECIPES, quantize_folder
 
         recipe = RECIPES[args.scheme]
-        if recipe.group_size:
+        if recipe.group_size and recipe.block_rows == 1:
             recipe = replace(recipe, group_size=args.group_size)
         elif args.group_size != _GROUP_SIZE.default:
             raise ValueError(
-                f"--group-size {args.group_size} is of int4-w4a16; {args.scheme} has no groups"
+                f"--group-size {args.group_size} is of int4-w4a16; {args.scheme} has no choice"
             )
         folder = find_model(args.model, revision=args.revision)
         with show_progress("quantising", console, partial(_say, console)) as progress:

@@ -209,8 +209,8 @@ QUANTIZED_WEIGHTS = Option(
     choices=("auto", "packed", "expanded", "w8a8"),
     help="how the matrices of a quantised model lie on the devices: packed, as codes of 4 or 8 "
     "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. These change no "
-    "bit. w8a8: 8-bit weights, multiplied with activations that are quantised by token, as the "
-    "checkpoint asks; it chooses bits",
+    "bit. w8a8: 8-bit weights, multiplied with activations of 8 bits, quantised as the checkpoint "
+    "asks: by token, by group, or with its own scales; it chooses bits",
 )
 BACKEND = Option(
     name="backend",

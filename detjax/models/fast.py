@@ -252,7 +252,7 @@ def ragged_product(
         rhs_group_dimensions=[0],
     )
     out = lax.ragged_dot_general(
-        x, w.astype(x.dtype), group_sizes, numbers, preferred_element_type=jnp.float32
+        x, expanded(w).astype(x.dtype), group_sizes, numbers, preferred_element_type=jnp.float32
     )
     return out.astype(x.dtype)
 

@@ -24,6 +24,7 @@ from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
+from detjax.models.quantization.expand import describe_quantization
 from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
 from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
@@ -156,8 +157,7 @@ class LoadedModel:
         profile = self.profile
         if (folder / "config.json").is_file():
             _check_config(folder, self.config)
-        scheme = _scheme_of(folder, self.matrix_form)
-        quantization = NOT_QUANTIZED if scheme is None else str(scheme)
+        quantization = describe_quantization(folder, _scheme_of(folder, self.matrix_form))
         if quantization != self.quantization:
             raise ValueError(
                 f"the weights in {folder} are in the format {quantization!r}, and the fingerprint "
@@ -419,9 +419,9 @@ def load_model(
             weights are bfloat16. Saved weights have been cast already, and it is remembered.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
             codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on Hopper
-            GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations
-            that are quantised by token, as the checkpoint asks: another function, which the
-            fingerprint names.
+            GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations of
+            8 bits, quantised as the checkpoint asks: another function, which the fingerprint
+            names.
         max_len: Shortens the context to what will be used: `LoadedModel.config` has it. Positions
             keep their bits.
 
@@ -465,7 +465,7 @@ def load_model(
         backend=backend,
         folder=folder,
         weight_cast=weight_cast,
-        quantization=NOT_QUANTIZED if scheme is None else str(scheme),
+        quantization=describe_quantization(folder, scheme),
         matrix_form=form,
         max_len=max_len,
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
@@ -101,11 +101,11 @@ class KernelSet(Protocol):
         """See `linear.api.linear_add_rms_norm`."""
         ...
 
-    def quantize_rows(self, x, *, dtype: jnp.dtype) -> QuantizedRows:
+    def quantize_rows(self, x, coding: RowCoding) -> QuantizedRows:
         """See `linear.w8a8.quantize_rows`."""
         ...
 
-    def rms_norm_quantize(self, x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
+    def rms_norm_quantize(self, x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
         """See `linear.w8a8.rms_norm_quantize`."""
         ...
 

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
-from detjax.pallas_kernels.sm90_hardware import LANES
+from detjax.pallas_kernels.sm90_hardware import LANES, WARP
 
 
 def instruction(op: str):
@@ -246,18 +246,21 @@ def one_a_thread(value) -> mgpu.FragmentedArray:
     )
 
 
-def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain: tuple):
-    """Reduce what each warp holds of a vector: [LANES], the same value in a warp's 32 lanes.
+def reduce_warps(
+    x, math: Arithmetic, *, first: Callable, fold: Callable, plain: tuple, lanes: int = WARP
+):
+    """Reduce what each warp holds of a vector: [LANES], the same value in a warp's lanes.
 
-    `first` makes a thread's scalars one; then lanes exchange across distance 1, 2, 4, 8, 16.
+    `first` makes a thread's scalars one; then lanes exchange across distance 1, 2, 4, 8, 16. With
+    fewer `lanes`, a power of two, so many neighbours exchange among themselves.
     """
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     if math.is_interpreted:
         plain_first, plain_op = plain
-        value = plain_first(x.reshape(LANES, -1)).reshape(4, 32)
+        value = plain_first(x.reshape(LANES, -1)).reshape(-1, lanes)
         while value.shape[1] > 1:
             value = plain_op(value[:, 0::2], value[:, 1::2])
-        return jnp.broadcast_to(value, (4, 32)).reshape(LANES)
+        return jnp.broadcast_to(value, (LANES // lanes, lanes)).reshape(LANES)
 
     @plgpu.inline_mgpu(
         arg_types=(math.layout,),
@@ -265,8 +268,10 @@ def reduce_warps(x, math: Arithmetic, *, first: Callable, fold: Callable, plain:
     )
     def emit(ctx, v):
         value = first(ptx.scalars_of(v))
-        for distance in (1, 2, 4, 8, 16):
+        distance = 1
+        while distance < lanes:
             value = fold(value, mgpu.utils.shfl_bfly(value, distance))
+            distance *= 2
         return one_a_thread(value)
 
     return emit(x)

@@ -25,7 +25,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import api as linear
 from detjax.pallas_kernels.linear import w8a8
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
@@ -256,8 +256,9 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             residual = bf16(m, n, scale=4.0)
 
             def run(on, rows=rows, gain=gain, bias=bias, w=w, residual=residual, dtype=dtype, m=m):
-                x = w8a8.quantize_rows(rows, dtype=dtype, backend=on)
-                normed = w8a8.rms_norm_quantize(rows, gain, eps=EPS, dtype=dtype, backend=on)
+                coding = RowCoding(dtype=dtype)
+                x = w8a8.quantize_rows(rows, coding, backend=on)
+                normed = w8a8.rms_norm_quantize(rows, gain, coding, eps=EPS, backend=on)
                 half = jnp.dtype(BF16)
                 return (
                     x.values, x.scales[:m], normed.values, normed.scales[:m],

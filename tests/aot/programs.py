@@ -87,7 +87,7 @@ def down(num_rows: int) -> aot.CompiledProgram:
     return aot.compile_program(run, *shapes)
 
 
-def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
+def w8a8(num_rows: int, dtype, *, has_blocks: bool = False) -> aot.CompiledProgram:
     """A feed-forward layer of 8-bit activations and weights."""
 
     def run(x, gain, gate_up, down):
@@ -97,7 +97,8 @@ def w8a8(num_rows: int, dtype) -> aot.CompiledProgram:
         return linear_add(y, down, x, None, reduction=reduction, backend=Backend.SM90)
 
     def matrix(num_out: int, num_in: int):
-        return _shape(num_out, num_in, dtype=dtype), _shape(num_out, dtype=jnp.float32)
+        scales = (num_out // 128, num_in // 128) if has_blocks else (num_out,)
+        return _shape(num_out, num_in, dtype=dtype), _shape(*scales, dtype=jnp.float32)
 
     shapes = (_shape(num_rows, 4096), _shape(4096), matrix(28672, 4096), matrix(4096, 14336))
     return aot.compile_program(run, *shapes)
@@ -152,12 +153,20 @@ def down_add(num_rows: int) -> aot.CompiledProgram:
     return aot.compile_program(run, *shapes)
 
 
-def experts(num_rows: int) -> aot.CompiledProgram:
+def experts(num_rows: int, *, has_blocks: bool = False) -> aot.CompiledProgram:
     """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
     shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
+    def matrix(num_out: int, num_in: int):
+        if not has_blocks:
+            return _shape(num, num_out, num_in)
+        scales = _shape(num, num_out // 128, num_in // 128, dtype=jnp.float32)
+        return _shape(num, num_out, num_in, dtype=jnp.float8_e4m3fn), scales
+
     def run(x, logits, w_gate_up, w_down, residual, gain):
+        if has_blocks:
+            w_gate_up, w_down = (W8A8Matrix(values=v, scales=s) for v, s in (w_gate_up, w_down))
         return route_mlp_add_rms_norm(
             x, logits, w_gate_up, w_down, residual, gain,
             top_k=shape.top_k, renormalise=shape.renormalise, eps=1e-6, backend=Backend.SM90,
@@ -166,8 +175,8 @@ def experts(num_rows: int) -> aot.CompiledProgram:
     shapes = (
         _shape(num_rows, hidden),
         _shape(num_rows, num, dtype=jnp.float32),
-        _shape(num, 2 * width, hidden),
-        _shape(num, hidden, width),
+        matrix(2 * width, hidden),
+        matrix(hidden, width),
         _shape(num_rows, hidden),
         _shape(hidden),
     )
@@ -554,6 +563,11 @@ PROGRAMS = {
     "w8a8_int8_4000": lambda: w8a8(4000, jnp.int8),
     "w8a8_float8_8": lambda: w8a8(8, jnp.float8_e4m3fn),
     "w8a8_float8_4000": lambda: w8a8(4000, jnp.float8_e4m3fn),
+    "w8a8_float8_64": lambda: w8a8(64, jnp.float8_e4m3fn),
+    **{
+        f"w8a8_blocks_{n}": lambda n=n: w8a8(n, jnp.float8_e4m3fn, has_blocks=True)
+        for n in (8, 64, 128, 256, 4000)
+    },
     "adapted_1": lambda: adapted(1),
     "adapted_64": lambda: adapted(64),
     "adapted_2048": lambda: adapted(2048),
@@ -566,6 +580,10 @@ PROGRAMS = {
     "experts_64": lambda: experts(64),
     "experts_256": lambda: experts(256),
     "experts_4000": lambda: experts(4000),
+    **{
+        f"block_experts_{n}": lambda n=n: experts(n, has_blocks=True)
+        for n in (1, 8, 64, 256, 1000, 4000)
+    },
     "expert_share_64": lambda: expert_share(64),
     "expert_share_4000": lambda: expert_share(4000),
     "attention_decode": lambda: attend(8, 1, 1024),

@@ -110,8 +110,11 @@ def test_adapters_spill_nothing_and_round_as_their_source_says(num_rows):
     assert_rounds_as_its_source_says(program)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8"])
-@pytest.mark.parametrize("num_rows", [8, 4000])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [("int8", 8), ("int8", 4000), ("float8", 8), ("float8", 64), ("float8", 4000)]
+    + [("blocks", num_rows) for num_rows in (8, 64, 128, 256, 4000)],
+)
 def test_products_of_8_bits_spill_nothing_and_copy_nothing(dtype, num_rows):
     program = compiled(f"w8a8_{dtype}_{num_rows}")
     assert sorted(kernel["name"] for kernel in program["kernels"]) == [
@@ -147,6 +150,23 @@ def test_a_norm_before_gated_tiles_spills_nothing(name):
 )
 def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
     program = compiled(name)
+    assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
+    assert wgmma(program, "detjax_experts_down") == {(shape,)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+    assert program["launches"] == launches
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "launches"),
+    [
+        (1, "m64n8k32", 5), (8, "m64n8k32", 5), (64, "m64n16k32", 7), (256, "m64n32k32", 8),
+        (1000, "m64n128k32", 8), (4000, "m64n128k32", 8),
+    ],
+)  # fmt: skip
+def test_experts_of_8_bits_spill_nothing(num_rows, shape, launches):
+    """Two launches more than experts of bfloat16: those that quantise rows."""
+    program = compiled(f"block_experts_{num_rows}")
     assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
     assert wgmma(program, "detjax_experts_down") == {(shape,)}
     assert spills(program) == {}

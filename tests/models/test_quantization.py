@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.moe import portable as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
@@ -395,8 +397,11 @@ def w8a8_folder(tmp_path: Path, scheme: str = "int8-w8a8") -> Path:
 
 @pytest.mark.parametrize(
     ("scheme", "kind", "dtype"),
-    [("int8-w8a8", "int", jnp.int8), ("fp8-dynamic", "float", jnp.float8_e4m3fn)],
-)
+    [
+        ("int8-w8a8", "int", jnp.int8), ("fp8-dynamic", "float", jnp.float8_e4m3fn),
+        ("fp8-block", "float", jnp.float8_e4m3fn),
+    ],
+)  # fmt: skip
 def test_8_bit_activations_are_another_function_with_the_same_weights(
     tmp_path, scheme, kind, dtype
 ):
@@ -405,7 +410,8 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     down = both.params["layers"][0]["down"]
     assert isinstance(down, W8A8Matrix) and down.values.dtype == dtype
     assert not isinstance(both.params["lm_head"], W8A8Matrix)
-    asked = f"multiplied with activations of 8-bit {kind}, dynamic by token"
+    share = "group of 128" if scheme == "fp8-block" else "token"
+    asked = f"multiplied with activations of 8-bit {kind}, dynamic by {share}"
     assert both.quantization.endswith(asked)
     assert [weights_option(it.quantization) for it in (both, plain)] == ["w8a8", "auto"]
     assert both.fingerprint != plain.fingerprint
@@ -418,7 +424,7 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     assert Identifier(both, name="q", tokenizer=None).weights() not in hashes
 
 
-@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-dynamic"], ["int8-w8a8"]))
+@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
 def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     tmp_path, monkeypatch, scheme
 ):
@@ -442,16 +448,16 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     rows_alone = portable.quantize_rows
 
-    def by_tensor(x, dtype):
-        rows = rows_alone(x, dtype=dtype)
+    def by_tensor(x, coding):
+        rows = rows_alone(x, coding)
         peak = jnp.max(rows.scales)
-        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(dtype)
+        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
     monkeypatch.setattr(portable, "quantize_rows", by_tensor)
     monkeypatch.setattr(
         portable, "rms_norm_quantize",
-        lambda x, gain, eps, dtype: by_tensor(portable.rms_norm(x, gain, eps=eps), dtype),
+        lambda x, gain, coding, eps: by_tensor(portable.rms_norm(x, gain, eps=eps), coding),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
     unchecked = engine(model, self_check="off")
@@ -463,7 +469,10 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
 
 @pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize(("scheme", "tp"), quick_and_slow([("fp8-dynamic", 2)], [("int8-w8a8", 4)]))
+@pytest.mark.parametrize(
+    ("scheme", "tp"),
+    quick_and_slow([("fp8-block", 4)], [("fp8-dynamic", 2), ("int8-w8a8", 4)]),
+)
 def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, scheme, tp):
     folder = w8a8_folder(tmp_path, scheme)
     one, many = opened(folder, mode="w8a8"), opened(folder, tp, "w8a8")
@@ -477,7 +486,8 @@ def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, s
     whole = layers._add_own_outputs
 
     def by_rank(ctx, x, w, *rest):
-        rows = portable.quantize_rows(x, dtype=w.values.dtype)
+        # At tp 4 they are half a group.
+        rows = portable.quantize_rows(x, RowCoding(dtype=w.values.dtype))
         values = rows.values.astype(jnp.float32) * rows.scales[:, None]
         return whole(ctx, values.astype(x.dtype), w, *rest)
 
@@ -531,11 +541,139 @@ def test_other_activations_are_refused(tmp_path, key, value, message):
         opened(tmp_path / "q", mode="w8a8")
 
 
-def test_experts_of_8_bits_are_refused_with_8_bit_activations(tmp_path):
-    folder = folder_of("qwen3_moe", tmp_path / "bf16")
-    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
-    with pytest.raises(ValueError, match="as an expert's is not"):
-        opened(tmp_path / "q", mode="w8a8")
+def with_settings(folder: Path, settings: dict[str, Any] | Callable, **parts) -> Path:
+    """A folder with other settings of its quantisation, and other parts of each matrix."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if callable(settings):
+        settings(config["quantization_config"])
+    else:
+        config["quantization_config"] = settings
+    path.write_text(json.dumps(config))
+    with contextlib.ExitStack() as stack:
+        tensors = {name: np.array(it.rows) for name, it in open_tensors(folder, stack).items()}
+    layers = [name.removesuffix(".weight_scale") for name in tensors if "weight_scale" in name]
+    for part, value in parts.items():
+        tensors |= {f"{layer}.{part}": np.asarray(value(layer), np.float32) for layer in layers}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def make_static(settings: dict[str, Any]) -> None:
+    [group] = settings["config_groups"].values()
+    group["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+
+
+def scale_of(layer: str) -> float:
+    return 0.02 if "down" in layer else 0.01
+
+
+def test_static_scales_of_activations_are_those_of_the_checkpoint(tmp_path):
+    folder = w8a8_folder(tmp_path, "fp8-dynamic")
+    dynamic = opened(folder, mode="w8a8")
+    with_settings(folder, make_static, input_scale=scale_of)
+    model = opened(folder, mode="w8a8")
+    want = digests(model)
+    assert want != digests(dynamic) and digests(opened(folder, 2, "w8a8")) == want
+    down = model.params["layers"][0]["down"]
+    assert float(down.row_scale) == np.float32(0.02)
+    assert "8-bit float, static by tensor, sha256 of its scales" in model.quantization
+    model.check_folder(folder)
+    model.replace_weights(model.read_folder(folder))
+    with_settings(folder, lambda settings: None, input_scale=lambda layer: 2 * scale_of(layer))
+    other = opened(folder, mode="w8a8")
+    assert digests(other) != want and other.fingerprint != model.fingerprint
+    with pytest.raises(ValueError, match="the fingerprint says"):
+        model.check_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda layer: 0.0, "is not one positive number"),
+        (lambda layer: [0.1, 0.2], "is not one positive number"),
+        (lambda layer: 0.5 if "k_proj" in layer else 0.25, "have several scales of these.*k_proj"),
+    ],
+    ids=["zero", "two", "several"],
+)
+def test_static_scales_that_no_product_takes_are_refused(tmp_path, value, message):
+    folder = with_settings(w8a8_folder(tmp_path), make_static, input_scale=value)
+    with pytest.raises(ValueError, match=message):
+        opened(folder, mode="w8a8")
+
+
+def test_the_bound_of_fbgemm_limits_the_peak_of_a_row(tmp_path):
+    folder = w8a8_folder(tmp_path, "fp8-dynamic")
+    want = digests(opened(folder, mode="w8a8"))
+
+    def found(bound: float | None) -> list[str]:
+        settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}
+        model = opened(with_settings(folder, settings), mode="w8a8")
+        assert model.params["layers"][0]["down"].row_bound == (bound or 0)
+        assert model.quantization.endswith(f"peaks of at most {bound:g}" if bound else "by token")
+        return digests(model)
+
+    assert found(1200.0) == want and found(None) == want
+    assert found(0.5) != want  # rows have greater values
+    with pytest.raises(ValueError, match="activation_scale_ub=-1 must be a positive number"):
+        found(-1)
+
+
+EXPERTS = SMALL | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def experts_folder(tmp_path: Path, scheme: str) -> Path:
+    write_model_folder(tmp_path / "bf16", EXPERTS, scale=128**-0.5)
+    quantize_folder(tmp_path / "bf16", tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
+    return tmp_path / "q"
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
+def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, monkeypatch, scheme):
+    folder = experts_folder(tmp_path, scheme)
+    model = opened(folder, mode="w8a8")
+    down = model.params["layers"][0]["expert_down"]
+    assert isinstance(down, W8A8Matrix) and down.shape == (8, 128, 128)
+    want = digests(model)
+    assert digests(opened(folder, 2, "w8a8")) == want
+    assert digests(opened(folder)) != want  # bfloat16 activations are another function
+    hashes = {Identifier(it, name="q", tokenizer=None).weights() for it in (model, opened(folder))}
+    assert len(hashes) == 1
+    params = SamplingParams(max_tokens=6, temperature=0.7, seed=3)
+    prompts = ([9, 20, 31, 42], [100, 7, 8], list(range(30, 60)))
+    requests = [Request(prompt_token_ids=tuple(prompt), sampling=params) for prompt in prompts]
+
+    def found(engine: Engine, requests: list[Request]) -> list[str]:
+        return [answer.digest() for answer in engine.generate(requests)]
+
+    sizes = {"batch_size": 4, "prefill_chunk": 16, "max_len": 64}
+    first = Engine(model, EngineConfig(**sizes))
+    together = found(first, requests)
+    assert [found(first, [request])[0] for request in requests] == together
+    # Control: one scale for all rows of all experts.
+    rows_alone = moe.quantize_rows
+
+    def by_tensor(x, coding):
+        rows = rows_alone(x, coding)
+        # Rows of tiles that are not in use are NaN.
+        peak = jnp.max(jnp.where(jnp.isfinite(rows.scales), rows.scales, 0))
+        values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
+        return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
+
+    monkeypatch.setattr(moe, "quantize_rows", by_tensor)
+    moe._grouped_linear.clear_cache()
+    moe.expert_mlp.clear_cache()
+    unchecked = Engine(opened(folder, mode="w8a8"), EngineConfig(**sizes, self_check="off"))
+    alone = [found(unchecked, [request])[0] for request in requests]
+    shared = found(unchecked, requests)
+    moe._grouped_linear.clear_cache()
+    moe.expert_mlp.clear_cache()
+    assert alone != shared
 
 
 @pytest.mark.parametrize(
@@ -694,7 +832,7 @@ def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys
         (["--model", out, "--scheme", "int8-w8a8", "--out", f"{out}2"], "quantised already"),
         (["--model", folder, "--scheme", "int4-w4a16", "--out", f"{out}2"], "whole groups of 128"),
         (["--model", folder, "--scheme", "fp8-dynamic", "--group-size", "64", "--out", f"{out}2"],
-         "--group-size 64 is of int4-w4a16; fp8-dynamic has no groups"),
+         "--group-size 64 is of int4-w4a16; fp8-dynamic has no choice"),
         (["--model", f"{folder}x", "--scheme", "int8-w8a8", "--out", f"{out}2"], "bf16x"),
     ):  # fmt: skip
         assert quantize.main(argv) == 2

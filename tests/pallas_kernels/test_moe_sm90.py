@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sm90 mixture of experts: bits on a Hopper GPU, logic interpreted, lowering everywhere."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,9 @@ from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
+from detjax.pallas_kernels.linear.api import linear, linear_swiglu
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.sm90_combine import unsort_rows
@@ -404,6 +408,72 @@ def test_padding_of_a_router_is_never_chosen(num_rows, num_experts):
             assert (np.asarray(read) >= num_experts).any(axis=1).all()  # the control
 
 
+BLOCKY = MoeShape(
+    name="blocky", hidden_size=512, width=640, num_experts=4, top_k=2, renormalise=True
+)
+"""Rows of the second product are quantised by chunks of 512 channels, which overlap."""
+
+
+@functools.cache
+def block_weights(shape: MoeShape, num_local: int | None = None) -> list[W8A8Matrix]:
+    """Float8 with scales of blocks, of the first experts."""
+    rng, found = np.random.default_rng(3), []
+    for matrix in weights(shape, num_local):
+        values = np.clip(np.asarray(matrix, np.float32) * 2000, -448, 448)
+        num, rows, columns = values.shape
+        scales = rng.uniform(0.0004, 0.0006, (num, rows // 128, columns // 128))
+        found.append(
+            W8A8Matrix(
+                values=jnp.asarray(values, jnp.float8_e4m3fn),
+                scales=jnp.asarray(scales, jnp.float32),
+            )
+        )
+    return found
+
+
+def block_tiles(tiles: MlpTiles) -> MlpTiles:
+    """The same for float8 with scales of blocks."""
+
+    def product(it: GroupedTiles) -> GroupedTiles:
+        return fill_stages(
+            dataclasses.replace(it, operands=OperandType.FLOAT8_BLOCKS, k=128, stages=0)
+        )
+
+    return dataclasses.replace(tiles, gate_up=product(tiles.gate_up), down=product(tiles.down))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "first", "num_local"),
+    [
+        ("few", 3, 1, 2),
+        ("placed_8", 9, 1, 2),
+        pytest.param("sorted_24", 12, 0, 4, marks=pytest.mark.slow),
+        pytest.param("tall", 40, 0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_experts_of_8_bits_agree_with_portable(name, num_rows, first, num_local):
+    tiles = block_tiles((FEW | VARIANTS)[name])
+    x, ids = wide_rows(num_rows, BLOCKY.hidden_size), some_ids(num_rows, BLOCKY)
+    matrices = block_weights(BLOCKY, num_local)
+    y = sm90.expert_mlp(
+        x, jnp.asarray(ids), *matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
+    )
+    want = np.asarray(
+        portable.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=first), np.float32
+    )
+    is_local = (ids >= first) & (ids < first + num_local)
+    assert is_local.any()
+    assert not np.asarray(y).view(np.uint16)[~is_local].any()
+    np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
+
+
+def test_experts_of_8_bits_that_no_kernel_multiplies_are_refused():
+    x, ids = wide_rows(3, BLOCKY.hidden_size), jnp.asarray(some_ids(3, BLOCKY))
+    matrices = [dataclasses.replace(w, scales=jnp.ones(w.shape[:2])) for w in block_weights(BLOCKY)]
+    with pytest.raises(NotImplementedError, match="scales of blocks of a multiple of 64 outputs"):
+        sm90.expert_mlp(x, ids, *matrices, first_expert=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_columns", [4, 64])
 def test_interpreted_routes_in_the_first_product_are_those_of_route(num_columns):
@@ -466,6 +536,33 @@ def test_experts_have_the_bits_of_the_dense_products(num_rows):
         expected_rows(QWEN, ids),
         claim="an expert's row has the bits of the dense products",
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", (1, 2, 8, 9, 64, 257, 1500))
+def test_experts_of_8_bits_have_the_bits_of_the_dense_products(num_rows):
+    """By rows that are routed as well, alone and in company."""
+    matrices, ids = block_weights(QWEN), some_ids(num_rows, QWEN)
+    x = wide_rows(num_rows, QWEN.hidden_size)
+    found = sm90.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=0)
+    for expert in (0, 77, QWEN.num_experts - 1):
+        rows, ranks = np.nonzero(ids == expert)
+        gate_up, down = (jax.tree.map(lambda leaf, e=expert: leaf[e], w) for w in matrices)
+        options: dict = {"backend": Backend.SM90}
+        want = linear(linear_swiglu(x, gate_up, **options), down, out_dtype=BF16, **options)
+        assert_bitwise_equal(
+            found[rows, ranks], want[rows], claim=f"expert {expert} has the dense products' bits"
+        )
+    logits = jnp.asarray(router_logits(num_rows, QWEN.num_experts))
+    options = {"top_k": QWEN.top_k, "renormalise": True}
+    y, _ = sm90.route_mlp(x, logits, *matrices, **options)
+    ids, _ = sm90.route(logits, num_experts=QWEN.num_experts, **options)
+    want = sm90.expert_mlp(x, ids, *matrices, first_expert=0)
+    assert_bitwise_equal(y, want, claim="rows routed in the product's launch")
+    # Control: a row's bits are those of its own scales.
+    other = sm90.expert_mlp(x * 1.1, jnp.asarray(ids), *matrices, first_expert=0)
+    assert count_different_bits(other, want) > 0
 
 
 @pytest.mark.gpu

@@ -651,6 +651,7 @@ PACKED = {
     [
         ("int4-w4a16", "packed"), ("int8-w8a16", "packed"),
         ("int8-w8a8", "w8a8"), ("fp8-dynamic", "w8a8"),
+        ("fp8-block", "w8a8"),
     ],
 )  # fmt: skip
 def test_answers_of_quantized_models_are_bitwise_mesh_invariant(tmp_path, scheme, form, tp):

@@ -13,16 +13,20 @@ bfloat16.
 So a quantised model **is** a bfloat16 model, its expansion: same kernels, same claims, same bits.
 """
 
+import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from detjax.models.quantization.mxfp4 import expand_mxfp4
 from detjax.models.quantization.rounding import to_bfloat16
-from detjax.models.quantization.scheme import MXFP4, QuantizationScheme
-from detjax.models.weights.files import StoredTensor
+from detjax.models.quantization.scheme import MXFP4, STATIC, QuantizationScheme
+from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.numerics import NOT_QUANTIZED
 from detjax.pallas_kernels.linear.quantized import FLOAT8_NAN, CodeType
 
 WORD_BITS = 32
@@ -39,7 +43,10 @@ FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.
 SIGN_BIT = 128
 """What makes an int8 unsigned, as a difference or as a bit."""
 
-UNUSED_PARTS = ("input_scale", "weight_shape", "g_idx", "activation_scale", "input_zero_point")
+INPUT_SCALE = "input_scale"
+"""The part that scales activations, where all rows have one scale."""
+
+UNUSED_PARTS = (INPUT_SCALE, "weight_shape", "g_idx", "activation_scale", "input_zero_point")
 """Parts beside a weight that its expansion does not need, or only checks."""
 
 
@@ -75,6 +82,25 @@ def expand_tensors(
         parts = {name: found.pop(f"{layer}.{name}", None) for name in (*names, *UNUSED_PARTS)}
         found[f"{layer}.weight"] = _expanded(layer, parts, names, scheme)
     return found
+
+
+def describe_quantization(folder: Path, scheme: QuantizationScheme | None) -> str:
+    """What identity and fingerprint say of a folder's quantisation.
+
+    Scales of activations are named by a hash, as they are no weights. `scheme` is the folder's, by
+    which its weights are multiplied.
+    """
+    if scheme is None:
+        return NOT_QUANTIZED
+    if not (scheme.is_w8a8 and scheme.activations.endswith(STATIC)):
+        return str(scheme)
+    hasher = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        for name, tensor in sorted(open_tensors(folder, stack).items()):
+            if name.endswith(f".{INPUT_SCALE}"):
+                value = np.asarray(tensor.rows[...]).astype(np.float32)
+                hasher.update(f"{name}={value.tobytes().hex()};".encode())
+    return f"{scheme}, sha256 of its scales {hasher.hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +145,7 @@ def _expanded(
 ) -> StoredTensor:
     """One layer's weight."""
     codes, scales, zeros = (parts[name] for name in names)
+    input_scale = parts[INPUT_SCALE]
     assert codes is not None and scales is not None
     shape = _matrix_shape(layer, codes, parts["weight_shape"], scheme)
     _check_parts(layer, parts, names, shape, scheme)
@@ -130,6 +157,7 @@ def _expanded(
         zeros=None if zeros is None else zeros.rows,
         shape=shape,
         scheme=scheme,
+        input_scale=None if input_scale is None else input_scale.rows,
     )
     return StoredTensor(file=codes.file, rows=rows, shape=rows.shape, dtype="BF16")
 
@@ -222,6 +250,7 @@ class ExpandedRows:
         zeros: As the file has them; None if weights are symmetric.
         shape: Output and input channels.
         scheme: How to read them.
+        input_scale: Of activations, as the file has it; None if the file has none.
     """
 
     name: str
@@ -230,6 +259,7 @@ class ExpandedRows:
     zeros: np.ndarray | None
     shape: tuple[int, int]
     scheme: QuantizationScheme
+    input_scale: np.ndarray | None = None
 
     def __getitem__(self, index: tuple[slice, ...] | slice) -> np.ndarray:
         """Expand some rows and columns."""
@@ -266,6 +296,22 @@ class ExpandedRows:
     def group_len(self) -> int:
         """Input channels of a group; 0 if a row has one scale."""
         return self.scheme.block[1]
+
+    def row_scale(self) -> float:
+        """The scale of all activations.
+
+        Raises:
+            ValueError: If the file has none, or it is no positive number.
+        """
+        found = None if self.input_scale is None else np.asarray(self.input_scale[...])
+        values = np.zeros(1, np.float32) if found is None else found.astype(np.float32).reshape(-1)
+        if values.size != 1 or not 0 < values[0] < np.inf:
+            raise ValueError(
+                f"{self.name} has the {INPUT_SCALE} {found}, which is not one positive number, and "
+                f"config.json says that activations are {self.scheme.activations}; use "
+                "quantized_weights='auto'"
+            )
+        return float(values[0])
 
     @property
     def scale_dtype(self) -> np.dtype:

@@ -44,14 +44,16 @@ class Recipe:
         num_bits: Of a weight.
         is_float: Whether a weight is float8_e4m3fn.
         group_size: Input channels that share a scale; 0 is all of them.
+        block_rows: Output channels that share one.
         quantizes_activations: Whether the checkpoint asks for activations of the same kind, with a
-            scale for each token.
+            scale for each token, and each group of channels if weights have groups.
     """
 
     format: str
     num_bits: int
     is_float: bool
     group_size: int = 0
+    block_rows: int = 1
     quantizes_activations: bool = True
 
     @property
@@ -62,6 +64,9 @@ class Recipe:
 
 RECIPES = {
     "fp8-dynamic": Recipe(format="float-quantized", num_bits=8, is_float=True),
+    "fp8-block": Recipe(
+        format="float-quantized", num_bits=8, is_float=True, group_size=128, block_rows=128
+    ),
     "int8-w8a8": Recipe(format="int-quantized", num_bits=8, is_float=False),
     "int8-w8a16": Recipe(
         format="pack-quantized", num_bits=8, is_float=False, quantizes_activations=False
@@ -99,7 +104,8 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
         raise ValueError(f"{out} exists and is not an empty folder; give another one")
     matrices = _matrix_names(config)
     if recipe.group_size and (odd := _columns_of_no_group(config, recipe.group_size)):
-        fitting = [size for size in GROUP_SIZES if not _columns_of_no_group(config, size)]
+        sizes = GROUP_SIZES if recipe.block_rows == 1 else ()
+        fitting = [size for size in sizes if not _columns_of_no_group(config, size)]
         smaller = f"a group size of {fitting[-1]}, " if fitting else ""
         raise ValueError(
             f"{odd} input channels are not whole groups of {recipe.group_size}; use {smaller}"
@@ -176,9 +182,12 @@ def quantize_matrix(name: str, weight: np.ndarray, recipe: Recipe) -> dict[str, 
     if not np.isfinite(values).all():
         raise ValueError(f"{name!r} holds a value that is not finite; nothing can be its scale")
     groups = values.reshape(n, -1, recipe.group_size or k)
-    scale = (np.abs(groups).max(axis=2) / recipe.half_range).astype(ml_dtypes.bfloat16)
+    starts = np.arange(0, n, recipe.block_rows)
+    peaks = np.maximum.reduceat(np.abs(groups).max(axis=2), starts, axis=0)
+    scale = (peaks / recipe.half_range).astype(ml_dtypes.bfloat16)
     scale[scale == 0] = 1
-    ratio = (groups / scale.astype(np.float32)[..., None]).reshape(n, k)
+    of_rows = scale.astype(np.float32).repeat(recipe.block_rows, axis=0)[:n]
+    ratio = (groups / of_rows[..., None]).reshape(n, k)
     if recipe.is_float:
         codes = to_float8(np.clip(ratio, -FLOAT8_MAX, FLOAT8_MAX))
         return {name: codes, f"{layer}.weight_scale": scale}
@@ -232,6 +241,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         "group_size": recipe.group_size or None,
         "dynamic": False,
     }
+    if recipe.block_rows > 1:
+        activations |= {"strategy": "group", "group_size": recipe.group_size}
+        shape = [recipe.block_rows, recipe.group_size]
+        weights |= {"strategy": "block", "group_size": None, "block_structure": shape}
     return {
         "quant_method": "compressed-tensors",
         "format": recipe.format,

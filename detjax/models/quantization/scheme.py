@@ -6,6 +6,7 @@ weight.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class QuantizationScheme:
         zero_offset: What is added to a stored zero point.
         activations: What the checkpoint does to activations, such as "8-bit float, dynamic by
             token"; empty if nothing.
+        activation_bound: The most that a row's greatest value counts as; 0 for any.
         is_w8a8: Whether that is done; else activations stay as they are.
     """
 
@@ -52,6 +54,7 @@ class QuantizationScheme:
     has_zero_points: bool = False
     zero_offset: int = 0
     activations: str = ""
+    activation_bound: float = 0.0
     is_w8a8: bool = False
 
     def __str__(self) -> str:
@@ -67,7 +70,8 @@ class QuantizationScheme:
         zero = " and a zero point" if self.has_zero_points else ""
         text = f"{self.method}: {kind} with a scale{zero} for each {share}"
         if self.is_w8a8:
-            return f"{text}{W8A8_TEXT} {self.activations}"
+            bound = f", peaks of at most {self.activation_bound:g}" if self.activation_bound else ""
+            return f"{text}{W8A8_TEXT} {self.activations}{bound}"
         text += ", expanded to bfloat16"
         if self.activations:
             text += f"; activations stay bfloat16 where the checkpoint asks for {self.activations}"
@@ -77,8 +81,27 @@ class QuantizationScheme:
 W8A8_TEXT = ", multiplied with activations of"
 """Says in a fingerprint that a product's activations have 8 bits."""
 
-W8A8_ACTIVATIONS = {False: "8-bit int, dynamic by token", True: "8-bit float, dynamic by token"}
-"""What a checkpoint asks for that detjax can do to activations, by whether weights are float."""
+
+STATIC = "static by tensor"
+"""Of activations that have one scale, which the checkpoint holds."""
+
+
+def _w8a8_activations(scheme: QuantizationScheme, group_len: int) -> tuple[str, ...]:
+    """What detjax can do to the activations of such weights; () if it cannot multiply them."""
+    rows, columns = scheme.block
+    if scheme.layout != "plain" or scheme.num_bits != 8 or scheme.has_zero_points:
+        return ()
+    if not columns:
+        kind = "float" if scheme.is_float else "int"
+        return f"8-bit {kind}, dynamic by token", f"8-bit {kind}, {STATIC}"
+    if not scheme.is_float or columns != group_len or not rows:
+        return ()
+    return (f"8-bit float, {_by_group(columns)}",)
+
+
+def _by_group(columns: int) -> str:
+    """Of activations whose groups of channels have scales."""
+    return f"dynamic by group of {columns}"
 
 
 def weights_option(quantization: str) -> str:
@@ -90,20 +113,26 @@ def as_w8a8(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with the activations that the checkpoint asks for.
 
     Raises:
-        ValueError: If it asks for others than 8-bit ones of the weights' kind by token, or its
-            weights are not symmetric ones of 8 bits with one scale a tensor or output channel.
+        ValueError: If it asks for others than 8-bit ones of the weights' kind, dynamic by token,
+            static by tensor, or for blocks dynamic by group; or its weights are not symmetric ones
+            of 8 bits with one scale a tensor or output channel, or float8 with one for blocks of
+            `FLOAT8_CHUNK` columns.
     """
-    wanted = W8A8_ACTIVATIONS[scheme.is_float]
-    is_whole = scheme.layout == "plain" and scheme.num_bits == 8 and not scheme.block[1]
-    if not is_whole or scheme.has_zero_points or scheme.method == "fbgemm_fp8":
+    # WHY: it imports JAX, and commands read configurations before that.
+    from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK
+
+    wanted = _w8a8_activations(scheme, FLOAT8_CHUNK)
+    if not wanted:
         refused = f"weights of the format {str(scheme)!r}"
-    elif scheme.activations != wanted:
-        refused = f"activations of {scheme.activations or 'bfloat16'!r}"
+    elif scheme.activations not in wanted:
+        others = " or ".join(map(repr, wanted))
+        refused = f"activations of {scheme.activations or 'bfloat16'!r}, not {others}"
     else:
         return dataclasses.replace(scheme, is_w8a8=True)
     raise ValueError(
         "quantized_weights='w8a8' needs symmetric 8-bit weights with a scale for each tensor or "
-        f"output channel and activations of {wanted!r}; this checkpoint has {refused}; use "
+        f"output channel, or float8 with one for blocks of {FLOAT8_CHUNK} input channels, and "
+        f"activations of the same kind; this checkpoint has {refused}; use "
         "quantized_weights='auto'"
     )
 
@@ -273,13 +302,18 @@ def _activations(group: _Settings) -> str:
     dynamic = inputs.one_of("dynamic", True, False, "local", default=False)
     is_symmetric = inputs.one_of("symmetric", True, False, default=True)
     for key in (
-        *("group_size", "block_structure", "actorder", "observer"),
+        *("block_structure", "actorder", "observer"),
         *("observer_kwargs", "scale_dtype", "zp_dtype"),
     ):
         inputs.take(key)
+    group_size = inputs.take("group_size")
     inputs.all_read()
     zeros = "" if is_symmetric else " with zero points"
-    return f"8-bit {kind}{zeros}, {'dynamic' if dynamic else 'static'} by {strategy}"
+    if strategy == "group" and dynamic is True:
+        share = _by_group(_positive("input_activations: group_size", group_size))
+    else:
+        share = f"{'dynamic' if dynamic else 'static'} by {strategy}"
+    return f"8-bit {kind}{zeros}, {share}"
 
 
 def _fp8(settings: _Settings) -> QuantizationScheme:
@@ -289,18 +323,24 @@ def _fp8(settings: _Settings) -> QuantizationScheme:
     shape = settings.take("weight_block_size")
     settings.take("dequantize")
     settings.all_read()
+    block = (0, 0) if shape is None else _block_shape("weight_block_size", shape)
+    # A checkpoint of blocks has activations of groups that are as long as a block is wide.
+    share = STATIC if scheme == "static" else _by_group(block[1]) if block[1] else "dynamic"
     return QuantizationScheme(
         method="fp8",
         layout="plain",
         num_bits=8,
         is_float=True,
-        block=(0, 0) if shape is None else _block_shape("weight_block_size", shape),
-        activations=f"8-bit float, {scheme}",
+        block=block,
+        activations=f"8-bit float, {share}",
     )
 
 
 def _fbgemm_fp8(settings: _Settings) -> QuantizationScheme:
-    settings.take("activation_scale_ub")
+    bound = settings.take("activation_scale_ub")
+    is_number = type(bound) in (int, float) and 0 < bound < math.inf
+    if bound is not None and not is_number:
+        raise ValueError(f"fbgemm_fp8: activation_scale_ub={bound!r:.80} must be a positive number")
     settings.all_read()
     return QuantizationScheme(
         method="fbgemm_fp8",
@@ -309,6 +349,7 @@ def _fbgemm_fp8(settings: _Settings) -> QuantizationScheme:
         is_float=True,
         block=(1, 0),
         activations="8-bit float, dynamic by token",
+        activation_bound=float(bound or 0),
     )
 
 

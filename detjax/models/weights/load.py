@@ -108,7 +108,7 @@ def load_params(
             if forms[spec.hf_name] is MatrixForm.PACKED:
                 return place_packed(rows, spec, mesh, name=name)
             if forms[spec.hf_name] is MatrixForm.W8A8:
-                return place_w8a8(rows, spec, mesh, name=name)
+                return place_w8a8([source.rows for source in sources], spec, mesh, name=name)
             if spec.num_experts:
                 name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
             return place_tensor(rows, spec, mesh, dtype=spec.dtype(target), name=name)

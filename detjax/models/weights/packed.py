@@ -4,6 +4,7 @@
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from detjax.models.params import ParamRole, ParamSpec, TensorSpec
 from detjax.models.quantization.expand import SIGN_BIT, ExpandedRows
+from detjax.models.quantization.scheme import STATIC
 from detjax.models.weights.files import StoredTensor
-from detjax.models.weights.place import read_shard
+from detjax.models.weights.place import ExpertRows, read_shard
 from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     SCALE_LIMITS,
@@ -28,9 +30,12 @@ from detjax.pallas_kernels.linear.quantized import (
     is_quantized,
     pack_codes,
 )
+from detjax.parallel.mesh import TP_AXIS
 
 LEAST_SCALE_ON_CPU = 1e-30
 """XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
+
+_SEVERAL_SCALES = "weights that multiply the same activations have several scales of these"
 
 MODES = ("auto", "packed", "expanded", "w8a8")
 """How quantised weights lie on the devices, as `MatrixForm`; auto is one of the first two."""
@@ -61,12 +66,13 @@ def kept_form(
     if not quantized:
         return MatrixForm.EXPANDED
     is_matrix = all(
-        spec.role is ParamRole.MATRIX and not _is_padded(spec) for spec in param.tensors
+        (spec.role is ParamRole.MATRIX or spec.num_experts) and not _is_padded(spec)
+        for spec in param.tensors
     )
     if not is_matrix or len(quantized) < len(stored):
         raise ValueError(
             f"{quantized[0].rows.name} is not a whole matrix of 8-bit weights that 8-bit "
-            "activations can multiply, as an expert's is not; use quantized_weights='auto'"
+            "activations can multiply; use quantized_weights='auto'"
         )
     return form
 
@@ -182,57 +188,128 @@ class _Source:
         return self._read(*index)
 
 
-def _w8a8_partitions(spec: TensorSpec | ParamSpec) -> tuple[PartitionSpec, PartitionSpec]:
-    """How values and scales are split."""
+def _w8a8_partitions(
+    spec: TensorSpec | ParamSpec, *, has_blocks: bool
+) -> tuple[PartitionSpec, PartitionSpec]:
+    """How values and scales are split: by rows, or by experts."""
     rows, columns = _axes(spec)
-    return PartitionSpec(rows or columns, None), PartitionSpec(rows or columns)
+    of_values = PartitionSpec(rows or columns, *[None] * (len(spec.shape) - 1))
+    return of_values, of_values if has_blocks else PartitionSpec(*of_values[:-1])
 
 
-def place_w8a8(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str) -> W8A8Matrix:
-    """Put a tensor of 8-bit values with a scale a row on the devices, as it is.
+def _block_rows(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh) -> int:
+    """Rows that share a scale on the devices: each run of rows is whole blocks on each rank."""
+    if spec.num_experts:  # ranks have whole experts
+        return math.gcd(rows.scheme.block[0], rows.shape[0])
+    sizes = [rows.scheme.block[0], spec.shape[0] // mesh.shape[TP_AXIS]]
+    if not any(_axes(spec)):
+        sizes[1] = spec.shape[0]
+    sizes += [size for run in spec.runs for size in (run.start, run.source, run.num_rows)]
+    return math.gcd(*sizes)
 
-    Ranks own rows, also of a matrix whose spec splits columns: `models.layers` says why.
+
+def place_w8a8(
+    sources: Sequence[ExpandedRows], spec: TensorSpec, mesh: Mesh, *, name: str
+) -> W8A8Matrix:
+    """Put a tensor of 8-bit values and scales, or those of all experts, on the devices, as it is.
+
+    Ranks own rows, also of a matrix whose spec splits columns: `models.layers` says why. Of experts
+    they own whole ones.
 
     Args:
-        rows: The tensor of the checkpoint, of a scheme that `as_w8a8` takes.
-        spec: Its shape, and whether it is split over ranks.
+        sources: The tensors of the checkpoint, of a scheme that `as_w8a8` takes.
+        spec: The shape, and whether it is split over ranks.
         mesh: Has the axes "dp" and "tp".
         name: Of the tensor, and where it comes from, for errors.
 
     Raises:
-        ValueError: If a scale is not finite, or a weight is not a number.
+        ValueError: If a scale is not finite, a weight is not a number, a row is not whole blocks,
+            or the tensors have several scales of activations.
     """
-    of_values, of_scales = (NamedSharding(mesh, of) for of in _w8a8_partitions(spec))
+    rows, group_len = sources[0], sources[0].group_len
+    if group_len and rows.shape[1] % group_len:
+        raise ValueError(
+            f"{name} has {rows.shape[1]} columns, which are not whole blocks of {group_len}; use "
+            "quantized_weights='auto'"
+        )
+    partitions = _w8a8_partitions(spec, has_blocks=group_len > 0)
+    of_values, of_scales = (NamedSharding(mesh, of) for of in partitions)
     is_float = rows.code_type is CodeType.FLOAT8
+    num_groups = rows.shape[1] // group_len if group_len else 1
+    block_rows = _block_rows(rows, spec, mesh) if group_len else 1
     dtype = np.dtype(ml_dtypes.float8_e4m3fn if is_float else np.int8)
+    scale_shape = (*spec.shape[:-2], spec.shape[-2] // block_rows, num_groups)
+
+    def read(of_tensor: Callable, dtype, bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        parts = [_Source(functools.partial(of_tensor, it)) for it in sources]
+        source = ExpertRows(parts) if spec.num_experts else parts[0]
+        return read_shard(source, spec, dtype, name, bounds)
 
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, spec.shape, strict=True))
-        part = read_shard(_Source(rows.unsigned_codes), spec, np.uint8, name, bounds)
+        part = read(ExpandedRows.unsigned_codes, np.uint8, bounds)
         return part.view(dtype) if is_float else (part ^ np.uint8(SIGN_BIT)).view(dtype)
+
+    def of_groups(of: ExpandedRows, rows: slice, groups: slice) -> np.ndarray:
+        return of.group_scales(rows, groups).astype(np.float32)
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        bounds = (index[0].indices(spec.shape[0])[:2], (0, 1))
-        source = _Source(lambda rows_, groups: rows.group_scales(rows_, groups).astype(np.float32))
-        return read_shard(source, spec, np.float32, name, bounds).reshape(-1)
+        index = (*index, slice(None))[: len(scale_shape)]
+        bounds = [i.indices(n)[:2] for i, n in zip(index, scale_shape, strict=True)]
+        first, stop = bounds[-2]
+        bounds[-2] = first * block_rows, stop * block_rows
+        found = read(of_groups, np.float32, tuple(bounds))[..., ::block_rows, :]
+        return np.ascontiguousarray(found if group_len else found[..., 0])
 
+    stored = scale_shape if group_len else scale_shape[:-1]
     make = jax.make_array_from_callback
     return W8A8Matrix(
         values=make(spec.shape, of_values, values, dtype).block_until_ready(),
-        scales=make(spec.shape[:1], of_scales, scales, jnp.float32).block_until_ready(),
+        scales=make(stored, of_scales, scales, jnp.float32).block_until_ready(),
+        row_scale=_row_scale(sources, mesh),
+        row_bound=rows.scheme.activation_bound,
     )
+
+
+def _row_scale(sources: Sequence[ExpandedRows], mesh: Mesh) -> jax.Array | None:
+    """The scale of all activations on every device, where the checkpoint has one."""
+    if not sources[0].scheme.activations.endswith(STATIC):
+        return None
+    values = {source.row_scale(): source.name for source in sources}
+    if len(values) > 1:
+        few = ", ".join(f"{value} of {name}" for value, name in sorted(values.items())[:2])
+        raise ValueError(f"{_SEVERAL_SCALES} ({few}); use quantized_weights='auto'")
+    [value] = values
+    return _on_every_device(value, mesh)
+
+
+def _on_every_device(value: float, mesh: Mesh) -> jax.Array:
+    return jax.device_put(np.float32(value), NamedSharding(mesh, PartitionSpec()))
 
 
 def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedMatrix | W8A8Matrix:
     """Store quantised tensors as one parameter: each rank's rows of the first, then of the next."""
     first = parts[0]
     if isinstance(first, W8A8Matrix):
-        of_values, of_scales = _w8a8_partitions(spec)
+        of_values, of_scales = _w8a8_partitions(spec, has_blocks=first.group_len > 0)
+        found = [float(it.row_scale) for it in parts if it.row_scale is not None]
+        if len(set(found)) > 1:
+            names = ", ".join(tensor.hf_name for tensor in spec.tensors)
+            raise ValueError(
+                f"{_SEVERAL_SCALES}: {names} have {found}; use quantized_weights='auto'"
+            )
+        block_rows = math.gcd(*[it.block_rows for it in parts])
+        repeats = tuple(it.block_rows // block_rows for it in parts)
+        axis = first.ndim - 2
+        joined = _joiner(mesh, of_scales, axis, repeats)
         return W8A8Matrix(
-            values=_joiner(mesh, of_values, 0)([it.values for it in parts]),
-            scales=_joiner(mesh, of_scales, 0)([it.scales for it in parts]),
+            values=_joiner(mesh, of_values, axis)([it.values for it in parts]),
+            scales=joined([it.scales for it in parts]),
+            # WHY: a copy, as the parts are deleted.
+            row_scale=_on_every_device(found[0], mesh) if found else None,
+            row_bound=first.row_bound,
         )
     of_codes, of_groups = _partitions(spec, first.scales.shape[0])
     return QuantizedMatrix(
@@ -248,10 +325,22 @@ def join_packed(parts: Sequence[Any], spec: ParamSpec, mesh: Mesh) -> QuantizedM
 
 
 @functools.cache
-def _joiner(mesh: Mesh, partition: PartitionSpec, axis: int) -> Callable[[list], jax.Array]:
-    """Concatenate arrays that lie alike along an axis, each rank its own parts."""
+def _joiner(
+    mesh: Mesh, partition: PartitionSpec, axis: int, repeats: tuple[int, ...] = ()
+) -> Callable[[list], jax.Array]:
+    """Concatenate arrays that lie alike along an axis, each rank its own parts.
+
+    With `repeats` each element of a part comes so often.
+    """
+
+    def join_parts(parts: list) -> jax.Array:
+        if repeats:
+            pairs = zip(parts, repeats, strict=True)
+            parts = [jnp.repeat(part, count, axis=axis) for part, count in pairs]
+        return jnp.concatenate(parts, axis=axis)
+
     local = jax.shard_map(
-        functools.partial(jnp.concatenate, axis=axis),
+        join_parts,
         mesh=mesh,
         in_specs=(partition,),
         out_specs=partition,

@@ -44,7 +44,7 @@ def linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, dtype=w.values.dtype, backend=backend)
+        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
 
@@ -89,7 +89,7 @@ def linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, dtype=w_gate_up.values.dtype, backend=backend)
+        rows = w8a8.quantize_rows(x, w_gate_up.row_coding, backend=backend)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
@@ -127,7 +127,7 @@ def norm_linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.rms_norm_quantize(x, gain, eps=eps, dtype=w.values.dtype, backend=backend)
+        rows = w8a8.rms_norm_quantize(x, gain, w.row_coding, eps=eps, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
@@ -161,9 +161,7 @@ def norm_linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = w8a8.rms_norm_quantize(
-            x, gain, eps=eps, dtype=w_gate_up.values.dtype, backend=backend
-        )
+        rows = w8a8.rms_norm_quantize(x, gain, w_gate_up.row_coding, eps=eps, backend=backend)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
 
@@ -363,7 +361,7 @@ def linear_add(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, dtype=w.values.dtype, backend=backend)
+        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
         return w8a8.w8a8_product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
     return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 

@@ -10,44 +10,57 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS, leaf_sum
-from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
 
-@partial(jax.jit, static_argnames=("dtype",))
-def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
+@jax.jit
+def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     """See `w8a8.quantize_rows`."""
-    num_rows, width = x.shape
+    (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
     x = pad_axis(x, 0, ROWS)
+    groups = (ROWS, width // group_len if group_len else 1, group_len or width)
 
-    def body(x_ref, values_ref, scales_ref):
-        v = x_ref[pl.ds(pl.program_id(0) * ROWS, ROWS), :].astype(jnp.float32)
-        peak = jnp.max(jnp.abs(v), axis=1, keepdims=True)
+    def body(x_ref, *refs):
+        *given, values_ref, scales_ref = refs
+        v = x_ref[pl.ds(pl.program_id(0) * ROWS, ROWS), :].astype(jnp.float32).reshape(groups)
+        if given:
+            scale = lax.optimization_barrier(jnp.full((ROWS, 1, 1), given[0][0, 0]))
+            values_ref[...] = _narrow(v * (1.0 / scale), dtype).reshape(ROWS, width)
+            scales_ref[...] = scale[:, :, 0]
+            return
+        peak = jnp.max(jnp.abs(v), axis=2, keepdims=True)
+        if coding.bound:
+            peak = jnp.minimum(peak, coding.bound)
         # WHY: a CPU's maximum may pass over NaN.
-        peak = jnp.where(jnp.any(jnp.isnan(v), axis=1, keepdims=True), jnp.nan, peak)
+        peak = jnp.where(jnp.any(jnp.isnan(v), axis=2, keepdims=True), jnp.nan, peak)
         # WHY: XLA divides by a constant, or on several devices by any scalar, by multiplying with
         # its reciprocal.
         largest = lax.optimization_barrier(jnp.full_like(peak, LARGEST[dtype.name]))
-        inverse = jnp.where(peak == 0, 0.0, largest / peak)
-        values_ref[...] = _narrow(v * inverse, dtype)
-        scales_ref[...] = peak / largest
+        inverse = largest / peak
+        # WHY: zero times infinity is NaN.
+        inverse = jnp.where(jnp.isinf(inverse), 0.0, inverse)
+        values_ref[...] = _narrow(v * inverse, dtype).reshape(ROWS, width)
+        scales_ref[...] = (peak / largest)[:, :, 0]
 
     values, scales = run_blocks(
         body,
         x,
+        *([] if coding.scale is None else [coding.scale.reshape(1, 1)]),
         name="quantize_rows",
         grid=(x.shape[0] // ROWS,),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, dtype),
-            jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32),
+            jax.ShapeDtypeStruct((x.shape[0], groups[1]), jnp.float32),
         ],
         out_specs=[
             pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
-            pl.BlockSpec((ROWS, 1), lambda m: (m, 0)),
+            pl.BlockSpec((ROWS, groups[1]), lambda m: (m, 0)),
         ],
     )
-    return QuantizedRows(values=values[:num_rows], scales=scales[:num_rows, 0])
+    scales = scales[:num_rows].T if group_len else scales[:num_rows, 0]
+    return QuantizedRows(values=values[:num_rows], scales=scales)
 
 
 def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -59,9 +72,9 @@ def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isnan(whole), 0, whole).astype(dtype)
 
 
-def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
+def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`."""
-    return quantize_rows(rms_norm(x, gain, eps=eps), dtype=dtype)
+    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
 
 
 def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
@@ -76,9 +89,9 @@ def w8a8_product(
     """See `w8a8.w8a8_product`."""
     num_rows, k_len = x.shape
     num_cols = w.shape[0]
-    sum_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    operands = [pad_axis(x.values, 0, ROWS), pad_axis(x.scales, 0, ROWS)]
-    operands += [pad_axis(w.values, 0, COLS), pad_axis(w.scales, 0, COLS)]
+    x_scales = x.scales.T.reshape(num_rows, -1)  # a column a group
+    operands = [pad_axis(x.values, 0, ROWS), pad_axis(x_scales, 0, ROWS)]
+    operands += [pad_axis(w.values, 0, COLS), pad_axis(w.row_scales(), 0, COLS)]
     if bias is not None:
         operands.append(pad_axis(bias, 0, COLS))
     if residual is not None:
@@ -87,10 +100,8 @@ def w8a8_product(
     def body(x_ref, x_scales_ref, w_ref, w_scales_ref, *refs):
         *rest, out_ref = refs
         rows, cols = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.ds(pl.program_id(0) * COLS, COLS)
-        # ORDER: of integers free, as their sums are exact; of float8 that of `leaf_sum`.
-        total = leaf_sum(x_ref, w_ref, rows, cols, 0, k_len, dtype=sum_dtype)
-        total = total.astype(jnp.float32) * w_scales_ref[cols][None, :]
-        total = total * x_scales_ref[rows][:, None]
+        scales = (x_scales_ref, w_scales_ref)
+        total = scaled_sum(x_ref, w_ref, *scales, rows, cols, k_len, group_len=w.group_len)
         if bias is not None:
             total = total + rest[0][cols].astype(jnp.float32)[None, :]
         if residual is not None:
@@ -107,3 +118,28 @@ def w8a8_product(
         out_specs=pl.BlockSpec((ROWS, COLS), lambda n, m: (m, n)),
     )
     return out[:num_rows, :num_cols]
+
+
+def scaled_sum(
+    x_ref, w_ref, x_scales_ref, w_scales_ref, rows, cols, k_len: int, *, group_len: int
+) -> jax.Array:
+    """The scaled sum of one block, float32; scales are [M, G] and [N, G], G = 1 without groups."""
+
+    def scales_of(group) -> tuple[jax.Array, jax.Array]:
+        here = pl.ds(group, 1)
+        return x_scales_ref[rows, here], w_scales_ref[cols, here].reshape(1, -1)
+
+    if not group_len:
+        # ORDER: of integers free, as their sums are exact; of float8 that of `leaf_sum`.
+        dtype = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
+        total = leaf_sum(x_ref, w_ref, rows, cols, 0, k_len, dtype=dtype)
+        of_rows, of_weights = scales_of(0)
+        return total.astype(jnp.float32) * of_weights * of_rows
+
+    def add_group(group, total):
+        # ORDER: groups left to right. ROUND: one fused multiply-add, where there is one.
+        chunk = leaf_sum(x_ref, w_ref, rows, cols, group * group_len, group_len)
+        of_rows, of_weights = scales_of(group)
+        return chunk * (of_rows * of_weights) + total
+
+    return lax.fori_loop(0, k_len // group_len, add_group, jnp.zeros((ROWS, COLS), jnp.float32))

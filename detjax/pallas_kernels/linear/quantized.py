@@ -36,7 +36,10 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The greatest magnitude of a row that is quantised to an 8-bit dtype."""
 
 FLOAT8_CHUNK = 128
-"""Input channels whose float8 products one accumulator of the tensor core adds."""
+"""Input channels whose float8 products one accumulator of the tensor core adds.
+
+The length of a group too, where activations have a scale for each group of channels.
+"""
 
 FLOAT8_NAN = 0x7F
 """The bits of a float8_e4m3fn that is no number, without its sign."""
@@ -165,26 +168,51 @@ class QuantizedMatrix:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowCoding:
+    """How activations become 8-bit values.
+
+    Attributes:
+        dtype: int8 or float8_e4m3fn.
+        group_len: Channels that share a scale: `FLOAT8_CHUNK`, or 0 for a whole row.
+        bound: The most that a peak counts as; 0 for any.
+        scale: float32 [], the scale of all rows; None where each has its own peak's.
+    """
+
+    scale: Any = None
+    dtype: jnp.dtype = field(metadata={"static": True})
+    group_len: int = field(default=0, metadata={"static": True})
+    bound: float = field(default=0.0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class W8A8Matrix:
     """A matrix [N, K] of 8-bit values that multiplies activations of 8-bit values.
 
+    Those of several experts are one in front of the other, [U, N, K], and so are their scales.
+
     Attributes:
         values: int8 or float8_e4m3fn [N, K].
-        scales: float32 [N], one for each output channel.
+        scales: float32 [N], one for each output channel. Of blocks, which are float8, [N / R, G],
+            one for R output channels and each group of `FLOAT8_CHUNK` input channels.
+        row_scale: float32 [], `RowCoding.scale` of the activations; None if they have their own.
+        row_bound: `RowCoding.bound` of the activations.
     """
 
     values: Any
     scales: Any
+    row_scale: Any = None
+    row_bound: float = field(default=0.0, metadata={"static": True})
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Output and input channels, N and K."""
+    def shape(self) -> tuple[int, ...]:
+        """Output and input channels, N and K; of experts their number first."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Two."""
-        return 2
+        """Two, or three."""
+        return self.values.ndim
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -194,11 +222,37 @@ class W8A8Matrix:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return self.values.nbytes + self.scales.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def group_len(self) -> int:
+        """Input channels that share a scale, also of activations; 0 for all of them."""
+        return FLOAT8_CHUNK if self.scales.ndim == self.values.ndim else 0
+
+    @property
+    def row_coding(self) -> RowCoding:
+        """How the activations that it multiplies are made."""
+        return RowCoding(
+            dtype=self.values.dtype, group_len=self.group_len, bound=self.row_bound,
+            scale=self.row_scale,
+        )  # fmt: skip
+
+    @property
+    def block_rows(self) -> int:
+        """Output channels that share a scale."""
+        axis = self.values.ndim - 2
+        return self.values.shape[axis] // self.scales.shape[axis]
+
+    def row_scales(self) -> jax.Array:
+        """Scales of each output channel: [N, 1], or [N, G] of blocks."""
+        of_blocks = self.scales if self.group_len else self.scales[..., None]
+        return jnp.repeat(of_blocks, self.block_rows, axis=-2)
 
     def expand(self) -> jax.Array:
         """The bfloat16 matrix [N, K] that `models.quantization.expand` gives, by plain XLA."""
-        products = self.values.astype(jnp.float32) * self.scales[:, None]
+        scales = self.row_scales()
+        scales = jnp.repeat(scales, self.shape[-1] // scales.shape[-1], axis=-1)
+        products = self.values.astype(jnp.float32) * scales
         # ROUND: the product, then the weight. XLA may not drop a conversion to fewer bits.
         rounded = jax.lax.reduce_precision(products, exponent_bits=8, mantissa_bits=7)
         return rounded.astype(jnp.bfloat16)
@@ -211,8 +265,9 @@ class QuantizedRows:
 
     Attributes:
         values: int8 or float8_e4m3fn [M, K].
-        scales: float32 [M], one for each row. sm90 allocates more, which nothing has written, as
-            its kernels load whole tiles of scales.
+        scales: float32 [M], one for each row, or [G, M], one for each group of `FLOAT8_CHUNK`
+            channels as well. sm90 allocates more, which nothing has written, as its kernels load
+            whole tiles of scales.
     """
 
     values: Any
@@ -227,6 +282,11 @@ class QuantizedRows:
     def dtype(self) -> jnp.dtype:
         """Of a value."""
         return self.values.dtype
+
+    @property
+    def group_len(self) -> int:
+        """Channels that share a scale; 0 for a whole row."""
+        return FLOAT8_CHUNK if self.scales.ndim == 2 else 0
 
 
 AnyMatrix = jax.Array | QuantizedMatrix | W8A8Matrix
@@ -247,18 +307,26 @@ def expanded(w: AnyMatrix) -> jax.Array:
     return w.expand() if isinstance(w, QUANTIZED) else w
 
 
+def block_rows_of(w: AnyMatrix) -> int:
+    """Outputs that share a scale, if those of 8-bit weights do by blocks; else 0."""
+    return w.block_rows if isinstance(w, W8A8Matrix) and w.group_len else 0
+
+
 def operands_of(x, w) -> tuple:
     """Activations, weights, and the scales of both: None where they have none.
 
     Raises:
-        ValueError: If only one of them is of 8-bit values, or they are of two kinds.
+        ValueError: If only one of them is of 8-bit values, or they are of two kinds, by dtype or by
+            which channels share a scale.
     """
     if not isinstance(x, QuantizedRows) and not isinstance(w, W8A8Matrix):
         return x, w, None, None
     if isinstance(x, QuantizedRows) and isinstance(w, W8A8Matrix):
-        if x.values.dtype == w.values.dtype:
-            return x.values, w.values, x.scales, w.scales
-        raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+        if x.values.dtype != w.values.dtype:
+            raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+        if x.group_len != w.group_len:
+            raise ValueError(f"scales of {x.group_len=} do not go with those of {w.group_len=}")
+        return x.values, w.values, x.scales, w.scales
     raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
 
 

@@ -10,6 +10,7 @@ from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     LARGEST,
     QuantizedRows,
+    RowCoding,
     W8A8Matrix,
     expanded,
 )
@@ -106,16 +107,22 @@ def linear_add_rms_norm(
     return total, rms_norm(total, gain, eps=eps)
 
 
-def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
+def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
-        NotImplementedError: If rows are not bfloat16.
+        NotImplementedError: If rows are not bfloat16, or have other scales than of their own peaks.
     """
+    if coding.scale is not None or coding.group_len or coding.bound:
+        raise NotImplementedError(
+            "the reference backend quantises a row by its own peak, without groups, bounds or "
+            "scales that are given; use portable or sm90"
+        )
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"the reference backend quantises bfloat16, not {x.dtype}; use portable"
         )
+    dtype = coding.dtype
     out = [
         jax.ShapeDtypeStruct(x.shape, dtype),
         jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
@@ -124,9 +131,9 @@ def quantize_rows(x, *, dtype: jnp.dtype) -> QuantizedRows:
     return QuantizedRows(values=values, scales=scales)
 
 
-def rms_norm_quantize(x, gain, *, eps: float, dtype: jnp.dtype) -> QuantizedRows:
+def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`: the two operations, one after the other."""
-    return quantize_rows(rms_norm(x, gain, eps=eps), dtype=dtype)
+    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
 
 
 def w8a8_product(
@@ -135,8 +142,12 @@ def w8a8_product(
     """See `w8a8.w8a8_product`.
 
     Raises:
-        NotImplementedError: If K of float8 is no multiple of 128.
+        NotImplementedError: If K of float8 is no multiple of 128, or weights have scales of blocks.
     """
+    if w.group_len:
+        raise NotImplementedError(
+            "the reference backend has no 8-bit weights with scales of blocks; use portable or sm90"
+        )
     if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
         raise NotImplementedError(
             f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "

@@ -27,6 +27,7 @@ from detjax.pallas_kernels.linear.quantized import (
     WORDS_PER_LINE,
     Coding,
     QuantizedMatrix,
+    block_rows_of,
     operands_of,
 )
 from detjax.pallas_kernels.linear.sm90_held_rows import (
@@ -37,9 +38,11 @@ from detjax.pallas_kernels.linear.sm90_held_rows import (
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
+    ChunkScales,
     add_bias,
     chunked_sum,
     leaf_sum,
+    load_vector,
     put_transposed,
     ragged,
     scaled,
@@ -47,7 +50,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     views,
 )
 from detjax.pallas_kernels.linear.sm90_widen import ROW_LAYOUT, widen, words_layout
-from detjax.pallas_kernels.linear.tiles import FlatTiles, held_chunk
+from detjax.pallas_kernels.linear.tiles import WG_ROWS, FlatTiles, held_chunk
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
@@ -118,8 +121,8 @@ class _Operands(NamedTuple):
     residual: Any  # [M, N], of the output's dtype
     norm: InputNorm | None
     peers: RanksSum | None
-    x_scales: Any = None  # [> M] f32, of 8-bit activations
-    w_scales: Any = None  # [N] f32, of 8-bit weights
+    x_scales: Any = None  # [> M] f32, of 8-bit activations; [K / 128, >= M] with blocks
+    w_scales: Any = None  # [N] f32, of 8-bit weights; [N / block_rows, K / 128] of blocks
 
 
 class _Results(NamedTuple):
@@ -143,6 +146,7 @@ class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
     x: Any  # [stages, slabs, cols, span] bf16 or of 8 bits; held: [steps, slabs, 8, span]
+    x_scales: Any  # [stages, slabs, scale_cols] f32, of chunks of 8-bit activations
     w: Any  # [stages, num_wgs * rows, k] bf16 or of 8 bits, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
@@ -166,6 +170,7 @@ class _Plan:
         operand_dtype: Of activations: bfloat16, int8 or float8_e4m3fn.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
+        block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
         is_interpreted: Whether a CPU interprets the kernel.
     """
 
@@ -177,6 +182,7 @@ class _Plan:
     operand_dtype: jnp.dtype
     out_dtype: jnp.dtype
     has_residual: bool
+    block_rows: int
     is_interpreted: bool
 
     @property
@@ -287,6 +293,11 @@ class _Plan:
     def is_w8a8(self) -> bool:
         """Whether operands have 8 bits, and their sums are scaled."""
         return self.operand_dtype.itemsize == 1
+
+    @property
+    def pieces(self) -> tuple:
+        """Parts of a warpgroup's accumulator with 64 weights each."""
+        return tuple(slice(at, at + WG_ROWS) for at in range(0, self.tiles.rows, WG_ROWS))
 
     def check(self, bias, norm: InputNorm | None, peers: RanksSum | None) -> None:
         """Refuse operands that these tiles do not take."""
@@ -417,6 +428,13 @@ class _Cta:
                 self.x_views[1].at[slot, s],
                 full,
             )
+        if plan.block_rows:
+            groups = pl.ds(lax.div(k, FLOAT8_CHUNK), plan.slabs)
+            plgpu.copy_gmem_to_smem(
+                self.operands.x_scales.at[groups, pl.ds(x_row, t.scale_cols)],
+                self.memory.x_scales.at[slot],
+                full,
+            )
 
     def load_codes(self, coding: Coding, slot, k, w_row, full) -> None:
         """Copy codes from column `k` and row `w_row` on, with their scales and zero points."""
@@ -522,7 +540,7 @@ class _Cta:
                 (t.rows, t.cols),
                 plan.num_leaves.bit_length() - 1,
                 plan.leaf_steps,
-                functools.partial(self.leaf, wg_rows=wg_rows),
+                functools.partial(self.leaf, wg_rows=wg_rows, row=row),
                 first,
             )
             if peers:
@@ -533,8 +551,11 @@ class _Cta:
 
         plgpu.wait_smem_to_gmem(0)
 
-    def leaf(self, first, *, wg_rows):
-        """The sum of a leaf, [rows, cols] f32, whose first step is the ring's step `first`."""
+    def leaf(self, first, *, wg_rows, row):
+        """The sum of a leaf, [rows, cols] f32, whose first step is the ring's step `first`.
+
+        Of blocks of 8-bit weights it is a tuple, of `_Plan.pieces`. `row`: the first output.
+        """
         plan, ring, x_smem = self.plan, self.ring, self.x_views[0]
 
         def multiply(i, acc):
@@ -547,7 +568,7 @@ class _Cta:
                 plgpu.wgmma(acc, weights, x_smem.at[i if plan.tiles.held else slot, s].T)
 
         def give(i):
-            if plan.tiles.coding and plan.is_interpreted:
+            if (plan.tiles.coding or plan.block_rows) and plan.is_interpreted:
                 # WHY: interpretation asks for a fence between what threads have read and what TMA
                 # will write. On a GPU the barrier orders them, as values are in registers.
                 plgpu.commit_smem()
@@ -566,6 +587,7 @@ class _Cta:
                 multiply=multiply_chunk,
                 give=give,
                 num_chunks=plan.slabs,
+                scales=self.chunk_scales(first, row) if plan.block_rows else None,
             )
         return leaf_sum(
             (plan.tiles.rows, plan.tiles.cols),
@@ -577,6 +599,28 @@ class _Cta:
             by_twos=plan.tiles.coding is not None,
             dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
         )
+
+    def chunk_scales(self, first, row) -> ChunkScales:
+        """Scales of a tile from output `row` on, whose first step is the ring's step `first`."""
+        plan, t = self.plan, self.plan.tiles
+
+        def of_weights(i, j):
+            blocks = [lax.div(it, plan.block_rows) for it in self.first_weights(row)]
+            return [self.operands.w_scales[block, i * plan.slabs + j] for block in blocks]
+
+        def of_rows(i, j):
+            slot = self.ring.slot(first + i)
+            chunk = self.memory.x_scales.at[slot, j, pl.ds(0, t.cols)]
+            return load_vector(chunk, 1, is_interpreted=plan.is_interpreted)
+
+        return ChunkScales(
+            of_weights=of_weights, of_rows=of_rows, axis=1, pieces=plan.pieces,
+            piece_shape=(WG_ROWS, t.cols), math=self.math,
+        )  # fmt: skip
+
+    def first_weights(self, row) -> tuple:
+        """The first weight of outputs from `row` on: of a gate and its up, if gated."""
+        return (row, row + self.plan.num_out) if self.plan.tiles.is_gated else (row,)
 
     def multiply_codes(self, coding: Coding, acc, slot, step) -> None:
         """Widen the codes of a step and multiply, 64 rows and columns after the other."""
@@ -615,13 +659,16 @@ class _Cta:
     def pieces(self, total, row, col) -> list:
         """A sum [rows, cols] as float32: its outputs, or gates and ups."""
         plan, t = self.plan, self.plan.tiles
-        firsts = (row, row + plan.num_out) if t.is_gated else (row,)
+        if plan.block_rows:
+            return list(total)
         # WHY: a router has fewer outputs than an accumulator has rows, which cannot be cut there.
         parts = [total[: t.out_rows], total[t.out_rows :]] if t.is_gated else [total]
         if not plan.is_w8a8:
             return parts
         x_scales = self.operands.x_scales.at[pl.ds(col, t.cols)]
-        of_weights = [self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in firsts]
+        of_weights = [
+            self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in self.first_weights(row)
+        ]
         return [
             scaled(part, [(w_scales, 0), (x_scales, 1)], self.math)
             for part, w_scales in zip(parts, of_weights, strict=True)
@@ -703,9 +750,12 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
         x_shape = (t.stages, plan.slabs, t.cols, plan.span)
         x = ragged(x_shape, plan.span, plan.operand_dtype, plan.is_ragged)
         squares, readers, reads_rows = None, 0, False
-    copies = plan.weight_copies + (0 if t.held else plan.slabs)
+    copies = plan.weight_copies + (0 if t.held else plan.slabs) + bool(plan.block_rows)
     return _Memory(
         x=x,
+        x_scales=plgpu.SMEM((t.stages, plan.slabs, t.scale_cols), jnp.float32)
+        if plan.block_rows
+        else None,
         w=_weight_types(plan, scale_dtype),
         out=out,
         squares=plgpu.SMEM(squares, jnp.float32) if squares else None,
@@ -722,6 +772,7 @@ def flat_matmul(
     leaf_len: int, out_dtype, tiles: FlatTiles, interpret,
 ):  # fmt: skip
     """See `sm90_matmul.matmul`."""
+    block_rows = block_rows_of(w)
     x, w, x_scales, w_scales = operands_of(x, w)
     num_rows, k_len = x.shape
     coding = w.coding if isinstance(w, QuantizedMatrix) else None
@@ -730,7 +781,8 @@ def flat_matmul(
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
         k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
-        has_residual=residual is not None, is_interpreted=interpret is not None,
+        has_residual=residual is not None, block_rows=block_rows,
+        is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias, norm, peers)
 

@@ -2,7 +2,7 @@
 """Activations as 8-bit values on Hopper: a CTA has a row, its chunks spread over warpgroups.
 
 A row may be normalised first, by the instructions of `rms_norm`. It stays in registers until its
-greatest value is known.
+greatest value is known. A group of channels, if groups have scales, lies in the lanes of one warp.
 """
 
 import functools
@@ -19,11 +19,15 @@ from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum, wide_scale
+from detjax.pallas_kernels.sm90_hardware import WARP
 
 SPARE_SCALES = 384
 """Scales that are allocated behind those of all rows: a tile of a product loads so many at most."""
+
+ROWS_OF_SCALES = 128
+"""Scales of groups are allocated for a multiple of so many rows: what one copy brings at most."""
 
 MOST_WARPGROUPS = 7
 """Of a CTA."""
@@ -38,17 +42,17 @@ MOST_CHUNKS = 14
 """
 
 
-def quantize_rows(x, *, dtype: jnp.dtype, interpret: bool = False) -> QuantizedRows:
+def quantize_rows(x, coding: RowCoding, *, interpret: bool = False) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
         NotImplementedError: If K is no multiple of 512.
     """
-    return _quantize(x, None, eps=0.0, dtype=dtype, interpret=interpret)
+    return _quantize(x, None, coding, eps=0.0, interpret=interpret)
 
 
 def rms_norm_quantize(
-    x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool = False
+    x, gain, coding: RowCoding, *, eps: float, interpret: bool = False
 ) -> QuantizedRows:
     """See `w8a8.rms_norm_quantize`: one launch.
 
@@ -56,12 +60,17 @@ def rms_norm_quantize(
         NotImplementedError: If K is no multiple of 512.
         ValueError: If `rms_norm` defines no sum for K.
     """
-    return _quantize(x, gain, eps=eps, dtype=dtype, interpret=interpret)
+    return _quantize(x, gain, coding, eps=eps, interpret=interpret)
 
 
-def _vec_len(width: int) -> int:
-    """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours."""
+def _vec_len(width: int, *, may_overlap: bool = False) -> int:
+    """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours.
+
+    Chunks of groups that need no other group may overlap, so a row need not be whole chunks.
+    """
     found = next((v for v in (8, 4) if width % (rows.LANES * v) == 0), 0)
+    if may_overlap and width >= 4 * rows.LANES:
+        found = found or 4
     if not found:
         raise NotImplementedError(
             f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
@@ -78,14 +87,16 @@ def _warpgroups(num_rows: int, num_chunks: int) -> int:
     return next((n for n in options if num_chunks <= MOST_CHUNKS * n), options[-1])
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
-def _quantize(x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool) -> QuantizedRows:
-    num_rows, width = x.shape
-    vec_len = _vec_len(width)
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> QuantizedRows:
+    (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
+    has_peaks = not group_len and coding.scale is None
+    may_overlap = group_len > 0 and gain is None
+    vec_len = _vec_len(width, may_overlap=may_overlap)
     if gain is not None and not row_sum(width).is_wide:
         raise NotImplementedError(f"sm90 normalises and quantises wide rows, not {width=}")
     chunk = rows.LANES * vec_len
-    num_chunks = width // chunk
+    num_chunks = pl.cdiv(width, chunk)
     warpgroups = _warpgroups(num_rows, num_chunks)
     each = num_chunks // warpgroups
     math = rows.strided(chunk, vec_len, interpret)
@@ -93,15 +104,20 @@ def _quantize(x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool) -> Quan
     def body(
         x_gmem,  # [M, K] bf16
         gain_gmem,  # [K], or None
+        scale_gmem,  # [1] f32, of all rows; or None
         values_gmem,  # [M, K] int8, or the bits of float8
-        scales_gmem,  # [M + spare] f32
+        scales_gmem,  # [M + spare] f32, or [G, >= M]
         sums_smem,  # [chunks, LANES] f32, of squares
-        peaks_smem,  # [chunks, LANES] f32
+        peaks_smem,  # [chunks, LANES] f32; None with groups or a scale
         ready,  # all warpgroups have written; None for one warpgroup
     ):
         row = lax.axis_index("row")
         first = lax.axis_index("wg") * each if warpgroups > 1 else 0
-        columns = [pl.ds((first + i) * chunk, chunk) for i in range(each)]
+        starts = [(first + i) * chunk for i in range(each)]
+        if width % chunk:
+            # WHY: what two chunks share is written twice, alike.
+            starts = [jnp.minimum(start, width - chunk) for start in starts]
+        columns = [pl.ds(start, chunk) for start in starts]
 
         def meet():
             if warpgroups == 1:
@@ -122,29 +138,45 @@ def _quantize(x, gain, *, eps: float, dtype: jnp.dtype, interpret: bool) -> Quan
                 _rounded(math.mul(math.mul(v, scale), g.astype(jnp.float32)), math)
                 for v, g in zip(values, gains, strict=True)
             ]
-        for i, v in enumerate(values):
-            peaks_smem[first + i, :] = _peaks(v, math)
-        meet()
         largest = LARGEST[dtype.name]
-        inverse = _store_scale(peaks_smem, scales_gmem, row, math, largest, shape=(chunk,))
+        if group_len:
+            lanes, groups = group_len // vec_len, chunk // group_len
+            for v, c, start in zip(values, columns, starts, strict=True):
+                of_groups = scales_gmem.at[pl.ds(lax.div(start, group_len), groups), row]
+                peaks = _peaks(v, math, lanes=lanes)
+                scaled = _scaled_groups(v, peaks, of_groups, math, largest, lanes=lanes)
+                values_gmem[row, c] = _narrowed(scaled, dtype, math)
+            return
+        if has_peaks:
+            for i, v in enumerate(values):
+                peaks_smem[first + i, :] = _peaks(v, math)
+            meet()
+            inverse = _store_scale(
+                peaks_smem, scales_gmem, row, math, largest, shape=(chunk,), bound=coding.bound
+            )
+        else:
+            inverse = _store_given(scale_gmem, scales_gmem, row, math, shape=(chunk,))
         for v, c in zip(values, columns, strict=True):
             values_gmem[row, c] = _narrowed(math.mul(v, inverse), dtype, math)
 
     of_chunks = plgpu.SMEM((num_chunks, rows.LANES), jnp.float32)
+    scales_shape = (num_rows + SPARE_SCALES,)
+    if group_len:
+        scales_shape = (width // group_len, pl.cdiv(num_rows, ROWS_OF_SCALES) * ROWS_OF_SCALES)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     values, scales = rows.run_kernel(
         body,
-        (x, gain),
+        (x, gain, None if coding.scale is None else coding.scale.reshape(1)),
         out=[
             jax.ShapeDtypeStruct(x.shape, jnp.int8),
-            jax.ShapeDtypeStruct((num_rows + SPARE_SCALES,), jnp.float32),
+            jax.ShapeDtypeStruct(scales_shape, jnp.float32),
         ],
         grid={"row": num_rows},
         name="detjax_quantize_rows" if gain is None else "detjax_rms_norm_quantize",
         is_interpreted=interpret,
         scratch_types=[
             of_chunks if gain is not None else None,
-            of_chunks,
+            of_chunks if has_peaks else None,
             plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
         ],
         **options,
@@ -169,8 +201,8 @@ def _magnitude(x):
     return rows.instruction("abs.f32")(x)
 
 
-def _peaks(x, math: rows.Arithmetic):
-    """The greatest magnitude of what each warp holds: [LANES], NaN if any is."""
+def _peaks(x, math: rows.Arithmetic, *, lanes: int = WARP):
+    """The greatest magnitude of what so many neighbours hold: [LANES], NaN if any is."""
 
     def first(scalars):
         total = _magnitude(scalars[0])
@@ -179,40 +211,96 @@ def _peaks(x, math: rows.Arithmetic):
         return total
 
     plain = (lambda x: jnp.max(jnp.abs(x), axis=1), jnp.maximum)
-    return rows.reduce_warps(x, math, first=first, fold=_greatest, plain=plain)
+    return rows.reduce_warps(x, math, first=first, fold=_greatest, plain=plain, lanes=lanes)
+
+
+def _scaled_groups(x, peaks, scales_gmem, math: rows.Arithmetic, most: float, *, lanes: int):
+    """A chunk times the inverse scale of each of its groups; writes their scales.
+
+    Args:
+        x: [chunk], one run a thread.
+        peaks: [LANES], of `_peaks` with the same `lanes`.
+        scales_gmem: Where the scales of the chunk's groups go.
+        math: Of `x`.
+        most: What a peak becomes.
+        lanes: Threads of a group.
+    """
+    if math.is_interpreted:
+        of_groups = peaks[::lanes]
+        largest = lax.optimization_barrier(jnp.full_like(of_groups, most))
+        scales_gmem[...] = of_groups / largest
+        inverse = largest / of_groups
+        inverse = jnp.where(jnp.isinf(inverse), 0.0, inverse)
+        return x * jnp.repeat(inverse, x.shape[0] // inverse.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(math.layout, plgpu.Layout.WG_STRIDED((rows.LANES,), vec_size=1),
+                   plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=math.layout),
+    )  # fmt: skip
+    def emit(ctx, x, peaks, scales):
+        [peak] = ptx.scalars_of(peaks)
+        scale, inverse = _scale_and_inverse(peak, most)
+        group = arith.divui(ptx.thread(), ptx.i32(lanes))
+        # Every thread of a group writes the same value to the same place.
+        memref.store(scale, scales, [arith.index_cast(ir.IndexType.get(), group)])
+        [register] = x.registers.flat
+        factors = vector.broadcast(register.type, inverse)
+        registers = np.empty(x.registers.shape, object)
+        registers.flat[0] = rows.instruction("mul.rn.f32")(register, factors)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return emit(x, peaks, scales_gmem)
+
+
+def _scale_and_inverse(peak, most: float) -> tuple:
+    """Emit `peak / most` and `most / peak`: 0 where that is infinite, as of zeros."""
+    f32 = ir.F32Type.get()
+    divide, largest = rows.instruction("div.rn.f32"), mgpu.c(most, f32)
+    inverse = divide(largest, peak)
+    is_infinite = arith.cmpf(arith.CmpFPredicate.OEQ, inverse, mgpu.c(float("inf"), f32))
+    return divide(peak, largest), arith.select(is_infinite, mgpu.c(0.0, f32), inverse)
+
+
+def _store_given(scale_gmem, scales_gmem, row, math: rows.Arithmetic, *, shape) -> jax.Array:
+    """Write the scale that all rows have; its reciprocal, in all elements."""
+    scale = scale_gmem[0]
+    scales_gmem[row] = scale
+    return math.reciprocal(math.full(shape, scale))
 
 
 def _store_scale(
-    peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape
+    peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape, bound: float
 ) -> jax.Array:
     """Write the scale of a row; what its values are multiplied by, in all elements."""
     num_chunks = peaks_smem.shape[0]
     if math.is_interpreted:
         peak = jnp.max(peaks_smem[...])
+        peak = jnp.minimum(peak, bound) if bound else peak
         # WHY: XLA divides by a constant that it sees by multiplying with its reciprocal.
         largest = lax.optimization_barrier(jnp.float32(most))
         scales_gmem[row] = peak / largest
-        return jnp.full(shape, jnp.where(peak == 0, 0.0, largest / peak))
+        inverse = largest / peak
+        return jnp.full(shape, jnp.where(jnp.isinf(inverse), 0.0, inverse))
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=math.layout),
     )
     def emit(ctx, peaks, scales, row):
-        index, f32 = ir.IndexType.get(), ir.F32Type.get()
+        index = ir.IndexType.get()
         found = [
             memref.load(peaks, [mgpu.c(chunk, index), mgpu.c(32 * warp, index)])
             for chunk in range(num_chunks)
             for warp in range(4)
         ]
         peak = rows.pairwise(found, _greatest)
-        divide = rows.instruction("div.rn.f32")
-        largest = mgpu.c(most, f32)
+        if bound:
+            peak = rows.instruction("min.NaN.f32")(peak, mgpu.c(bound, ir.F32Type.get()))
         place = [arith.index_cast(index, row.registers.item())]
+        scale, inverse = _scale_and_inverse(peak, most)
         # Every thread writes the same value to the same place.
-        memref.store(divide(peak, largest), scales, place)
-        is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, peak, mgpu.c(0.0, f32))
-        inverse = arith.select(is_zero, mgpu.c(0.0, f32), divide(largest, peak))
+        memref.store(scale, scales, place)
         return mgpu.FragmentedArray.splat(inverse, shape, layout=math.layout.to_mgpu())
 
     return emit(peaks_smem, scales_gmem, jnp.int32(row))

@@ -2,6 +2,8 @@
 """What every product on Hopper is made of: leaves in accumulators, their trees, blocks for TMA."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
@@ -104,7 +106,7 @@ def leaf_sum(
     return pl.run_scoped(scope, plgpu.ACC(shape, dtype))
 
 
-def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int):
+def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int, scales=None):
     """Add chunks of K, each the sum of an accumulator of its own that starts at zero.
 
     WHY: the tensor core adds float8 products with 13 fraction bits, which float32 has 23 of.
@@ -116,8 +118,12 @@ def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int)
         multiply: Issues the products of step i and chunk j.
         give: Hands the memory of step i's operands back to who loads.
         num_chunks: Of a step.
+        scales: What a chunk is multiplied by; None for 1.
 
-    # ORDER: ((c_0 + c_1) + c_2) + ..., f32, from 0 + c_0.
+    Returns:
+        The sum; with scales in its `ChunkScales.pieces`.
+
+    # ORDER: ((c_0 + c_1) + c_2) + ..., f32, from 0 + c_0; with scales fma(c, scale, total) from 0.
     """
 
     def chunk(i, j):
@@ -128,15 +134,65 @@ def chunked_sum(shape, num_steps: int, *, take, multiply, give, num_chunks: int)
 
         return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
 
-    def step(i, total):
+    def step(i, totals):
+        # WHY: what is in device memory is on its way while the operands of the step are.
+        weights = [scales.of_weights(i, j) for j in range(num_chunks)] if scales else []
         take(i)
+        rows = [scales.of_rows(i, j) for j in range(num_chunks)] if scales else []
         for j in range(num_chunks):
-            total = total + chunk(i, j)
+            if scales:
+                totals = scales.added(totals, chunk(i, j), rows[j], weights[j])
+            else:
+                totals = (totals[0] + chunk(i, j),)
         give(i)
-        return total
+        return totals
 
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, num_steps, step, zeros)
+    def zeros(shape):
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    shapes = [shape] if scales is None else [scales.piece_shape] * len(scales.pieces)
+    totals = lax.fori_loop(0, num_steps, step, tuple(map(zeros, shapes)))
+    return totals if scales else totals[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkScales:
+    """Scales of the chunks of a product, whose weights share one in blocks of output channels.
+
+    Attributes:
+        of_weights: `of_weights(i, j)` loads those of step i and chunk j, a scalar a piece.
+        of_rows: `of_rows(i, j)` loads those of activations, a vector along `axis`.
+        axis: Of the accumulator, along which activations lie.
+        pieces: Parts of the accumulator with one scale of weights each.
+        piece_shape: Of each piece.
+        math: Arithmetic on the accumulator's layout.
+    """
+
+    of_weights: Callable
+    of_rows: Callable
+    axis: int
+    pieces: tuple
+    piece_shape: tuple[int, int]
+    math: Arithmetic
+
+    def added(self, totals: tuple, chunk, of_rows, of_weights: list) -> tuple:
+        """Each piece's `fma(chunk, of_rows * of_weights, total)`."""
+        of_axis = Arithmetic(
+            layout=plgpu.Layout.WGMMA.reduce(1 - self.axis), is_interpreted=self.math.is_interpreted
+        )
+        found = []
+        for total, piece, weight in zip(totals, self.pieces, of_weights, strict=True):
+            scale = of_axis.mul(of_rows, of_axis.full(of_rows.shape, weight))
+            scale = self.math.cast(lax.broadcast_in_dim(scale, self.piece_shape, (self.axis,)))
+            found.append(self.math.fma(chunk[piece], scale, total))
+        return tuple(found)
+
+
+def load_vector(ref, axis: int, *, is_interpreted: bool):
+    """Values in memory as they lie along an axis of an accumulator."""
+    if is_interpreted:
+        return ref[...]
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
 def tree_sum(shape, levels: int, leaf_steps: int, leaf, first, *, pending=(), is_paired=False):
@@ -185,11 +241,7 @@ def scaled(total, scales: list, math: Arithmetic):
     """
     total = total.astype(jnp.float32)
     for ref, axis in scales:
-        if math.is_interpreted:
-            values = ref[...]
-        else:
-            layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-            values = plgpu.load(ref, layout=layout, optimized=False)
+        values = load_vector(ref, axis, is_interpreted=math.is_interpreted)
         total = math.mul(total, math.cast(lax.broadcast_in_dim(values, total.shape, (axis,))))
     return total
 

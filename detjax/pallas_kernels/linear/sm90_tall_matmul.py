@@ -19,13 +19,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, operands_of
+from detjax.pallas_kernels.linear.quantized import (
+    BLOCK,
+    FLOAT8_CHUNK,
+    block_rows_of,
+    operands_of,
+)
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
+    ChunkScales,
     add_bias,
     chunked_sum,
     leaf_sum,
+    load_vector,
     ragged,
     scaled,
     tiled,
@@ -48,14 +55,15 @@ class _Operands(NamedTuple):
     w: Any  # [N, K] bf16 or of 8 bits; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
-    x_scales: Any  # [> M] f32, of 8-bit activations
-    w_scales: Any  # [N] f32, of 8-bit weights
+    x_scales: Any  # [> M] f32, of 8-bit activations; [K / 128, >= M] with blocks
+    w_scales: Any  # [N] f32, of 8-bit weights; [N / block_rows, K / 128] of blocks
 
 
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
     x: Any  # [stages, slabs, cta_rows, span] bf16 or of 8 bits
+    x_scales: Any  # [stages, slabs, cta_rows] f32, of chunks of 8-bit activations
     w: Any  # [stages, cols, k] bf16 or of 8 bits
     out: Any  # [num_wgs, staged, 64, chunk], of the output's dtype
     pending: Any  # [smem_levels, num_wgs, 64, cols] f32
@@ -78,6 +86,7 @@ class _Plan:
         operand_dtype: Of activations and weights: bfloat16, int8 or float8_e4m3fn.
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
+        block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
         is_interpreted: Whether a CPU interprets the kernel.
     """
 
@@ -89,6 +98,7 @@ class _Plan:
     operand_dtype: jnp.dtype
     out_dtype: jnp.dtype
     has_residual: bool
+    block_rows: int
     is_interpreted: bool
 
     @property
@@ -168,6 +178,11 @@ class _Plan:
             return [(0, t.cols, 0)]
         return [(i * t.out_cols, t.out_cols, i * self.num_out) for i in range(2)]
 
+    @property
+    def piece_cols(self) -> int:
+        """Columns of an accumulator that share a scale of blocks of weights."""
+        return min(BLOCK, self.tiles.out_cols)
+
     def check(self, bias) -> None:
         """Refuse operands that these tiles do not take."""
         t = self.tiles
@@ -179,6 +194,8 @@ class _Plan:
             self.num_leaves * t.groups > 1 or self.num_out % (t.out_cols * t.cluster[1])
         ):
             raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
+        if self.block_rows and (t.out_cols % self.piece_cols or BLOCK % self.piece_cols):
+            raise ValueError(f"{t=} must have whole blocks of {BLOCK} outputs, or parts of one")
         if self.has_residual and t.groups > 1:
             raise ValueError("a residual is added in the epilogue of unsplit tiles only")
         if t.shares_slot and not (self.has_residual and self.out_dtype == jnp.bfloat16):
@@ -286,6 +303,14 @@ class _Cta:
                 full,
                 collective_axes=x_share,
             )
+        if plan.block_rows:
+            groups = pl.ds(lax.div(k, FLOAT8_CHUNK), plan.slabs)
+            plgpu.copy_gmem_to_smem(
+                self.operands.x_scales.at[groups, pl.ds(row, t.cta_rows)],
+                self.memory.x_scales.at[slot],
+                full,
+                collective_axes=x_share,
+            )
 
     def load_residual(self, step, row, col) -> None:
         """Copy the residual stream of a tile into a slot of the ring, half as `x`, half as `w`."""
@@ -325,7 +350,7 @@ class _Cta:
                 (WG_ROWS, t.cols),
                 levels,
                 plan.leaf_steps,
-                functools.partial(self.leaf, wg_rows=wg_rows),
+                functools.partial(self.leaf, wg_rows=wg_rows, col=col),
                 first,
                 pending=[
                     self.memory.pending.at[i, self.wg] for i in range(min(t.smem_levels, levels))
@@ -341,8 +366,11 @@ class _Cta:
         if t.shares_slot:
             ring.release(steps_done - 1)
 
-    def leaf(self, first, *, wg_rows):
-        """The sum of a leaf, [64, cols] f32, whose first step is the ring's step `first`."""
+    def leaf(self, first, *, wg_rows, col):
+        """The sum of a leaf, [64, cols] f32, whose first step is the ring's step `first`.
+
+        Of blocks of 8-bit weights it is a tuple of columns. `col`: the first output.
+        """
         plan, t, ring = self.plan, self.plan.tiles, self.ring
         x_smem, w_smem = self.x_views[0], self.w_views[0]
 
@@ -357,25 +385,54 @@ class _Cta:
             weights = w_smem.at[slot, :, pl.ds(chunk * plan.span, plan.span)]
             plgpu.wgmma(acc, x_smem.at[slot, chunk, wg_rows], weights.T)
 
+        def give(i):
+            if plan.block_rows and plan.is_interpreted:
+                # WHY: as in `sm90_flat_matmul`.
+                plgpu.commit_smem()
+            ring.release(first + i)
+
         if plan.operand_dtype == jnp.float8_e4m3fn:
             return chunked_sum(
                 (WG_ROWS, t.cols),
                 plan.leaf_steps,
                 take=lambda i: ring.wait(first + i),
                 multiply=multiply_chunk,
-                give=lambda i: ring.release(first + i),
+                give=give,
                 num_chunks=plan.slabs,
+                scales=self.chunk_scales(first, wg_rows, col) if plan.block_rows else None,
             )
         return leaf_sum(
             (WG_ROWS, t.cols),
             plan.leaf_steps,
             take=lambda i: ring.wait(first + i),
             multiply=multiply,
-            give=lambda i: ring.release(first + i),
+            give=give,
             in_flight=plan.slabs if t.shares_slot else 0,
             after=lambda i: self.after_step(first, i),
             dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
         )
+
+    def chunk_scales(self, first, wg_rows, col) -> ChunkScales:
+        """Scales of a tile from output `col` on, whose first step is the ring's step `first`."""
+        plan, t, width = self.plan, self.plan.tiles, self.plan.piece_cols
+        # Of gates, and behind them of their ups.
+        firsts = [
+            offset + at for _, size, offset in plan.weight_pieces for at in range(0, size, width)
+        ]
+
+        def of_weights(i, j):
+            blocks = [lax.div(col + it, plan.block_rows) for it in firsts]
+            return [self.operands.w_scales[block, i * plan.slabs + j] for block in blocks]
+
+        def of_rows(i, j):
+            chunk = self.memory.x_scales.at[self.ring.slot(first + i), j, wg_rows]
+            return load_vector(chunk, 0, is_interpreted=plan.is_interpreted)
+
+        pieces = tuple((slice(None), slice(at, at + width)) for at in range(0, t.cols, width))
+        return ChunkScales(
+            of_weights=of_weights, of_rows=of_rows, axis=0, pieces=pieces,
+            piece_shape=(WG_ROWS, width), math=self.math,
+        )  # fmt: skip
 
     def after_step(self, first, i) -> None:
         """Start the second warpgroup; give back the slot through which the last tile left."""
@@ -444,22 +501,30 @@ class _Cta:
             row: First row of the accumulator.
             col: First output of the accumulator.
         """
-        t, chunk = self.plan.tiles, self.plan.chunk
-        block = self.piece(total[:, column : column + chunk], row, col + column)
+        t = self.plan.tiles
+        block = self.piece(self.columns(total, column), row, col + column)
         if not t.is_gated:
             return block
-        ups = total[:, t.out_cols + column : t.out_cols + column + chunk]
+        ups = self.columns(total, t.out_cols + column)
         ups = self.piece(ups, row, self.plan.num_out + col + column)
         return gated_bf16(block, ups, self.math)
+
+    def columns(self, total, column: int):
+        """A chunk of a sum, which is in pieces if blocks of weights have scales."""
+        if self.plan.block_rows:
+            number, column = divmod(column, self.plan.piece_cols)
+            total = total[number]
+        return total[:, column : column + self.plan.chunk]
 
     def piece(self, sums, row, weight):
         """Sums [64, chunk] as float32; those of 8 bits scaled, from row `row` and `weight` on."""
         if not self.plan.is_w8a8:
             return sums
         operands, chunk = self.operands, self.plan.chunk
-        w_scales = operands.w_scales.at[pl.ds(weight, chunk)]
-        x_scales = operands.x_scales.at[pl.ds(row, WG_ROWS)]
-        sums = scaled(sums, [(w_scales, 1), (x_scales, 0)], self.math)
+        if not self.plan.block_rows:
+            w_scales = operands.w_scales.at[pl.ds(weight, chunk)]
+            x_scales = operands.x_scales.at[pl.ds(row, WG_ROWS)]
+            sums = scaled(sums, [(w_scales, 1), (x_scales, 0)], self.math)
         return sums if operands.bias is None else add_bias(sums, operands.bias, weight, 1)
 
     @property
@@ -495,12 +560,15 @@ def _memory_types(plan: _Plan) -> _Memory:
         x=ragged(
             (t.stages, plan.slabs, t.cta_rows, plan.span), plan.span, dtype, plan.is_ragged
         ),
+        x_scales=plgpu.SMEM((t.stages, plan.slabs, t.cta_rows), jnp.float32)
+        if plan.block_rows else None,
         w=ragged((t.stages, t.cols, t.k), plan.span, dtype, plan.is_ragged and shares),
         out=plgpu.SMEM((8, plan.chunk), plan.out_dtype) if shares
         else ragged(out_shape, plan.chunk, plan.out_dtype, plan.is_ragged),
         pending=pending if t.smem_levels else None,
         full=plgpu.Barrier(
-            num_arrivals=len(plan.weight_pieces) + plan.slabs, num_barriers=t.stages
+            num_arrivals=len(plan.weight_pieces) + plan.slabs + bool(plan.block_rows),
+            num_barriers=t.stages,
         ),
         empty=plgpu.ClusterBarrier(collective_axes=axes, **barriers) if axes
         else plgpu.Barrier(**barriers),
@@ -515,12 +583,14 @@ def tall_matmul(
     x, w, bias, residual, *, leaf_len: int, out_dtype, tiles: TallTiles, interpret
 ) -> jax.Array:
     """See `sm90_matmul.matmul`."""
+    block_rows = block_rows_of(w)
     x, w, x_scales, w_scales = operands_of(x, w)
     num_rows, k_len = x.shape
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
         k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
-        has_residual=residual is not None, is_interpreted=interpret is not None,
+        has_residual=residual is not None, block_rows=block_rows,
+        is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias)
 

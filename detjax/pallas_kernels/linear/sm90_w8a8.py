@@ -4,7 +4,12 @@
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.linear.quantized import FLOAT8_CHUNK, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    BLOCK,
+    FLOAT8_CHUNK,
+    QuantizedRows,
+    W8A8Matrix,
+)
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import OperandType, Product, choose_tiles
 
@@ -28,6 +33,11 @@ def _multiply(
             f"sm90 multiplies 8-bit weights of a multiple of {unit} rows, not {w.shape[0]}; use "
             "quantized_weights='auto', or portable"
         )
+    if w.group_len and w.block_rows % BLOCK:
+        raise NotImplementedError(
+            f"sm90 takes blocks of a multiple of {BLOCK} outputs, not {w.block_rows} of a rank's; "
+            "use quantized_weights='auto', or portable"
+        )
     product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -37,7 +47,7 @@ def _multiply(
         has_bias=bias is not None,
         has_residual=residual is not None,
         is_gated=is_gated,
-        operands=OperandType(x.dtype.name),
+        operands=OperandType.FLOAT8_BLOCKS if x.group_len else OperandType(x.dtype.name),
     )
     return matmul(
         x, w, bias, residual,
@@ -52,7 +62,8 @@ def w8a8_product(
 
     Numerics:
         # ORDER: of int8 free, as wgmma adds their products in int32 exactly. float8 by chunks of
-        128 channels, k32 step by k32 step in one accumulator each; chunks left to right, f32.
+        128 channels, k32 step by k32 step in one accumulator each; chunks left to right, f32. With
+        scales of blocks, fma.rn(chunk, x_scale * w_scale, total) from 0.
         # ROUND: the sum of int8 to float32, its two products with scales, the sums with bias and
         residual, and the result, each once.
         Claims: run-invariant, batch-invariant, path-consistent.

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.linear.quantized import BLOCK, Coding
+from detjax.pallas_kernels.linear.quantized import BLOCK, FLOAT8_CHUNK, Coding
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 
 MAX_NORM_ROWS = 8
@@ -58,6 +58,25 @@ def _check_wgmma(cols: int, k: int) -> None:
         raise ValueError(f"{cols=} must be a multiple of 8 in 8..256")
     if k not in (16, 32, 64, 128, 256):
         raise ValueError(f"{k=} must be 16, 32, 64, 128 or 256")
+
+
+class OperandType(enum.Enum):
+    """What activations and weights of a product are, by dtype; codes become bfloat16."""
+
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FLOAT8 = "float8_e4m3fn"  # chunks of K are added outside of accumulators
+    FLOAT8_BLOCKS = "float8_e4m3fn by blocks"  # the like, each chunk with scales
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of an activation's chunk."""
+        return 4 if self is OperandType.FLOAT8_BLOCKS else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of an activation, and of a weight that is no code."""
+        return 2 if self is OperandType.BFLOAT16 else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,17 +174,21 @@ class FlatTiles:
         """Outputs of a warpgroup for each activation."""
         return self.live_rows or WG_ROWS
 
-    def stage_bytes(self, operand_bytes: int = 2) -> int:
-        """Shared memory of one stage of the operands that stream.
+    @property
+    def scale_cols(self) -> int:
+        """Scales of a chunk in shared memory: TMA fills places that 128 bytes divide."""
+        return -(-self.cols // 32) * 32
 
-        Args:
-            operand_bytes: Of an activation, and of a weight that is no code.
-        """
+    def stage_bytes(self, operands: OperandType = OperandType.BFLOAT16) -> int:
+        """Shared memory of one stage of the operands that stream."""
         num_rows = self.rows * self.num_wgs
-        weights = operand_bytes * self.k * num_rows
+        weights = operands.num_bytes * self.k * num_rows
         if self.coding:
             weights = self.coding.stage_bytes(num_rows, self.k)
-        return weights + (0 if self.held else operand_bytes * self.k * self.cols)
+        if self.held:
+            return weights
+        scales = operands.scale_bytes * (self.k // FLOAT8_CHUNK) * self.scale_cols
+        return weights + operands.num_bytes * self.k * self.cols + scales
 
     def other_bytes(self, *, out_bytes: int, has_residual: bool) -> int:
         """Shared memory beside the ring: held rows, the staged output, barriers and alignment.
@@ -251,9 +274,10 @@ class TallTiles:
         """Output columns of a CTA."""
         return self.cols // 2 if self.is_gated else self.cols
 
-    def stage_bytes(self, operand_bytes: int = 2) -> int:
+    def stage_bytes(self, operands: OperandType = OperandType.BFLOAT16) -> int:
         """Shared memory of one stage."""
-        return operand_bytes * self.k * (self.cta_rows + self.cols)
+        scales = operands.scale_bytes * (self.k // FLOAT8_CHUNK) * self.cta_rows
+        return operands.num_bytes * self.k * (self.cta_rows + self.cols) + scales
 
     def out_chunk(self, out_bytes: int) -> int:
         """Columns of one store of the output."""
@@ -289,21 +313,22 @@ def held_chunk(width: int) -> int:
 
 
 def smem_bytes(
-    tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False, operand_bytes: int = 2
-) -> int:
+    tiles: MatmulTiles, *, out_bytes: int, has_residual: bool = False,
+    operands: OperandType = OperandType.BFLOAT16,
+) -> int:  # fmt: skip
     """Shared memory of a CTA."""
     other = tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
-    return tiles.stages * tiles.stage_bytes(operand_bytes) + other
+    return tiles.stages * tiles.stage_bytes(operands) + other
 
 
 def fill_stages[Tiles: MatmulTiles](
-    tiles: Tiles, *, out_bytes: int, has_residual: bool = False, operand_bytes: int = 2,
-    most: int = 12,
+    tiles: Tiles, *, out_bytes: int, has_residual: bool = False,
+    operands: OperandType = OperandType.BFLOAT16, most: int = 12,
 ) -> Tiles:  # fmt: skip
     """As many stages as fit beside the rest."""
     room = SMEM_BYTES // tiles.ctas_per_sm
     room -= tiles.other_bytes(out_bytes=out_bytes, has_residual=has_residual)
-    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes(operand_bytes)))
+    return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes(operands)))
 
 
 class Rows(enum.Enum):
@@ -313,14 +338,6 @@ class Rows(enum.Enum):
     PARTS = "parts"  # of float32 activations; no bias, no residual, no gate
     NORMALISED = "normalised"  # by the product: `MAX_NORM_ROWS` at most, one leaf
     SUMMED = "summed"  # the like, and sums of terms, so that no copy brings them
-
-
-class OperandType(enum.Enum):
-    """What activations and weights of a product are, by dtype; codes become bfloat16."""
-
-    BFLOAT16 = "bfloat16"
-    INT8 = "int8"
-    FLOAT8 = "float8_e4m3fn"  # chunks of K are added outside of accumulators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,11 +378,6 @@ class Product:
         return self.operands is not OperandType.BFLOAT16
 
     @property
-    def operand_bytes(self) -> int:
-        """Of an activation, and of a weight that is no code."""
-        return 1 if self.is_w8a8 else 2
-
-    @property
     def needs_whole_tiles(self) -> bool:
         """Whether tiles must divide N: a bias or scales are loaded by whole tiles."""
         return self.has_bias or self.is_w8a8
@@ -387,7 +399,7 @@ def choose_tiles(product: Product) -> MatmulTiles:
         tiles,
         out_bytes=4 if is_partial else p.out_bytes,
         has_residual=p.has_residual and not is_partial,
-        operand_bytes=p.operand_bytes,
+        operands=p.operands,
     )
     if isinstance(tiles, TallTiles) or not tiles.held or tiles.held.copies_rows:
         return tiles
@@ -589,7 +601,7 @@ _TALL_COLS = ((256, 0.98), (224, 0.96), (192, 0.94), (128, 0.92), (96, 0.85), (6
 def _one_leaf_tiles(p: Product) -> MatmulTiles:
     """The tile with the least waves times area over rate."""
     num_rows, num_out, out_bytes, is_gated = p.num_rows, p.num_out, p.out_bytes, p.is_gated
-    k = _largest_divisor(p.leaf_len, 128 // p.operand_bytes)
+    k = _largest_divisor(p.leaf_len, 128 // p.operands.num_bytes)
 
     def waves(num_tiles):
         return -(-num_tiles // NUM_SMS)
@@ -599,8 +611,11 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
     # WHY: the chunks of float8 are in registers beside their sum.
-    most_cols = FLOAT8_COLS if p.operands is OperandType.FLOAT8 else _TALL_COLS[0][0]
+    is_float8 = p.operands in (OperandType.FLOAT8, OperandType.FLOAT8_BLOCKS)
+    most_cols = FLOAT8_COLS if is_float8 else _TALL_COLS[0][0]
     options = [it for it in _TALL_COLS if it[0] <= most_cols]
+    if p.operands is OperandType.FLOAT8_BLOCKS:
+        options = [it for it in options if it[0] % BLOCK == 0]  # whole blocks have one scale
     options = [it for it in options if not (p.needs_whole_tiles and num_out % it[0])]
     cols, _ = best = min(options, key=cost)
     rows, most_cols = (128, most_cols // 2) if is_gated else (64, most_cols)

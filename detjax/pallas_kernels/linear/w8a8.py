@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose activations and weights have 8 bits (W8A8): integers or float8.
 
-A row of activations is quantised by its own greatest value, so that no batchmate changes it. The
-sum of products of integers is exact in int32. It has one value for every order, tile, split and
-rank. Products of float8 are added in one order.
+A row of activations, or each group of its channels, is quantised by its own greatest value, so that
+no batchmate changes it. The sum of products of integers is exact in int32. It has one value for
+every order, tile, split and rank. Products of float8 are added in one order.
 """
 
 import jax.numpy as jnp
@@ -11,48 +11,58 @@ import jax.numpy as jnp
 from detjax.array_types import Activation, Array
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    FLOAT8_CHUNK,
+    QuantizedRows,
+    RowCoding,
+    W8A8Matrix,
+    operands_of,
+)
 
 MAX_CHANNELS = 2**16
 """Most input channels. The sum of so many products of -128 and -128 is 2**30."""
 
 
 def quantize_rows(
-    x: Activation[Array, "M K"], *, dtype: jnp.dtype, backend: Backend
+    x: Activation[Array, "M K"], coding: RowCoding, *, backend: Backend
 ) -> QuantizedRows:
-    """Turn each row into 8-bit values and a scale.
+    """Turn each row into 8-bit values and a scale, or each group of its channels.
 
     `peak = max_k(abs(x[m, k]))`, `scale = peak / largest`,
     `q[m, k] = narrow(x[m, k] * (largest / peak))`
 
     Args:
         x: Activations.
-        dtype: int8, of which `largest` is 127, or float8_e4m3fn, of which it is 448.
+        coding: Values are int8, of which `largest` is 127, or float8_e4m3fn, of which it is 448.
+            A group of channels may have a peak and a scale, or a row. `min(peak, bound)` takes the
+            place of the peak where there is a bound. With a scale, `q = narrow(x * (1 / scale))`.
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K is more than `MAX_CHANNELS`.
+        ValueError: If K is more than `MAX_CHANNELS`, or is not whole groups of `FLOAT8_CHUNK`; or
+            groups have a bound or a given scale.
 
     Numerics:
         Both quotients and the product are float32, each rounded to nearest. `narrow` is to the
-        nearest value, ties to even, saturated. A row of zeros has q = 0 and scale = 0. A row with
-        an infinity or a NaN has a scale that is none either, so its products are NaN.
+        nearest value, ties to even, saturated. Where `largest / peak` is infinite, as that of
+        zeros, q = 0. The products of a row with a NaN are NaN, and so are those of one with an
+        infinity, unless a bound or a given scale makes it the largest value.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
 
     Reference:
         Dynamic quantisation by token: Yao et al. 2022, arXiv:2206.01861. E4M3: Micikevicius et al.
         2022, arXiv:2209.05433.
     """
-    _check_width(x)
-    return KERNELS[backend].quantize_rows(x, dtype=jnp.dtype(dtype))
+    _check_coding(x, coding)
+    return KERNELS[backend].quantize_rows(x, coding)
 
 
 def rms_norm_quantize(
     x: Activation[Array, "M K"],
     gain: Activation[Array, " K"],
+    coding: RowCoding,
     *,
     eps: float,
-    dtype: jnp.dtype,
     backend: Backend,
 ) -> QuantizedRows:
     """Normalise rows of the residual stream and quantise them.
@@ -62,19 +72,19 @@ def rms_norm_quantize(
     Args:
         x: The residual stream.
         gain: Of the norm.
+        coding: As `quantize_rows` has it.
         eps: Of the norm.
-        dtype: As `quantize_rows` has it.
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K is more than `MAX_CHANNELS`.
+        ValueError: As `quantize_rows`.
 
     Numerics:
         The bits of the two operations one after the other; on sm90 one launch.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    _check_width(x)
-    return KERNELS[backend].rms_norm_quantize(x, gain, eps=eps, dtype=jnp.dtype(dtype))
+    _check_coding(x, coding)
+    return KERNELS[backend].rms_norm_quantize(x, gain, coding, eps=eps)
 
 
 def w8a8_product(
@@ -91,6 +101,10 @@ def w8a8_product(
     `out[m, o] = round(residual[m, o] + (x_scale[m] * (w_scale[o] * sum_k(q[m, k] * v[o, k])) +
     bias[o]))`
 
+    Where groups g of channels have scales, x_scale[g, m] and w_scale[o, g], the products with them
+    are inside of the sum: `sum_g((x_scale[g, m] * w_scale[o, g]) * sum_{k in g}(q[m, k] *
+    v[o, k]))`.
+
     Args:
         x: Of `quantize_rows`.
         w: Weights, (out, in).
@@ -100,7 +114,7 @@ def w8a8_product(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w` differ.
+        ValueError: If K of `x` and `w` differ, or only one of them has scales of groups.
 
     Numerics:
         The sum of integers is exact in int32 and rounded to float32. The sum of float8 on sm90 is
@@ -109,6 +123,9 @@ def w8a8_product(
         its `linear` does. Each product with a scale and each sum is
         float32 and rounded on its own; the portable backend may fuse the last product with the sum
         that follows.
+        Groups are added left to right in float32, `total = fma(c_g, x_scale * w_scale, total)` from
+        0, c_g as above; bias and residual follow. The portable backend may round the product of the
+        fma as well.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     _check_product(x, w)
@@ -141,7 +158,12 @@ def w8a8_swiglu(
     return KERNELS[backend].w8a8_swiglu(x, w_gate_up, out_dtype=out_dtype)
 
 
-def _check_width(x) -> None:
+def _check_coding(x, coding: RowCoding) -> None:
+    group_len = coding.group_len
+    if group_len and (coding.bound or coding.scale is not None):
+        raise ValueError("groups of channels have scales of their own, and no bound")
+    if group_len not in (0, FLOAT8_CHUNK) or group_len and x.shape[1] % group_len:
+        raise ValueError(f"{x.shape[1]} channels are not whole groups of {FLOAT8_CHUNK}")
     if x.shape[1] > MAX_CHANNELS:
         raise ValueError(
             f"{x.shape[1]} channels may sum to more than int32 holds; {MAX_CHANNELS} is most"
@@ -151,3 +173,4 @@ def _check_width(x) -> None:
 def _check_product(x: QuantizedRows, w: W8A8Matrix) -> None:
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
+    operands_of(x, w)

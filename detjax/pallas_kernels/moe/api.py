@@ -66,8 +66,8 @@ def _check_logits(logits, num_experts: int, top_k: int) -> None:
 def expert_mlp(
     x: Activation[Array, "M D"],
     expert_ids: Int32[Array, "M Q"],
-    w_gate_up: Activation[Array, "u E D"],
-    w_down: Activation[Array, "u D F"],
+    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
+    w_down: Activation[Array, "u D F"] | W8A8Matrix,
     *,
     first_expert: Int32[Array, ""] | int,
     num_ranks: int = 1,
@@ -103,6 +103,8 @@ def expert_mlp(
         The bits of `linear_swiglu`, then of `linear` rounded to the dtype of `x`: one leaf, K in
         order, for each row and expert alone. Neither how many rows an expert gets nor which of
         them share a tile changes a bit. A bias is added last, in float32, before the rounding.
+        A `W8A8Matrix` is multiplied as `linear.w8a8.w8a8_product` says, with rows of `x`, and of h,
+        as `linear.w8a8.quantize_rows` makes them.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_local, num_gate_up, width = w_gate_up.shape
@@ -170,8 +172,8 @@ def combine_experts_add_rms_norm(
 def route_mlp(
     x: Activation[Array, "M D"],
     logits: Float32[Array, "M O"],
-    w_gate_up: Activation[Array, "u E D"],
-    w_down: Activation[Array, "u D F"],
+    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
+    w_down: Activation[Array, "u D F"] | W8A8Matrix,
     *,
     top_k: int,
     renormalise: bool,
@@ -281,8 +283,8 @@ def _check_experts(x, logits, w_gate_up, w_down, top_k: int) -> None:
 def route_mlp_add_rms_norm(
     x: Activation[Array, "M D"],
     logits: Float32[Array, "M O"],
-    w_gate_up: Activation[Array, "u E D"],
-    w_down: Activation[Array, "u D F"],
+    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
+    w_down: Activation[Array, "u D F"] | W8A8Matrix,
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
     *,

@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
+from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
@@ -122,32 +124,45 @@ def _tiles(expert_ids, first_expert, num_local: int):
 def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Array:
     """`linear` of each tile of rows with its expert's weights, [T * ROWS, I] and [u, O, I].
 
-    # ORDER: the body of `linear`, so its bits. Rows of tiles that are not in use are undefined.
+    # ORDER: the body of `linear`, so its bits; of 8-bit weights that of `w8a8_product`. Rows of
+    tiles that are not in use are undefined.
     """
     num_cols, k_len = w.shape[1:]
-    w = pad_axis(w, 1, PRODUCT_COLS)
+    padded_cols = num_blocks(num_cols, PRODUCT_COLS) * PRODUCT_COLS
+    is_w8a8 = isinstance(w, W8A8Matrix)
+    if not is_w8a8:
+        operands = (x, pad_axis(w, 1, PRODUCT_COLS))
+    else:
+        rows = quantize_rows(x, w.row_coding)
+        values, scales = (pad_axis(it, 1, PRODUCT_COLS) for it in (w.values, w.row_scales()))
+        operands = (rows.values, values, rows.scales.T.reshape(x.shape[0], -1), scales)
     biases = () if bias is None else (pad_axis(bias, 1, PRODUCT_COLS),)
 
-    def body(x_ref, w_ref, owners_ref, *refs):
-        *bias_refs, out_ref = refs
+    def body(x_ref, w_ref, *refs):
+        scale_refs, (owners_ref, *bias_refs, out_ref) = refs[: 2 * is_w8a8], refs[2 * is_w8a8 :]
         tile = pl.program_id(0)
         rows = pl.ds(tile * ROWS, ROWS)
         cols = pl.ds(pl.program_id(1) * PRODUCT_COLS, PRODUCT_COLS)
-        expert_ref = w_ref.at[owners_ref[tile]]
-        total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
+        owner = owners_ref[tile]
+        expert_ref = w_ref.at[owner]
+        if is_w8a8:
+            x_scales_ref, w_scales_ref = scale_refs
+            scales = (x_scales_ref, w_scales_ref.at[owner])
+            total = scaled_sum(x_ref, expert_ref, *scales, rows, cols, k_len, group_len=w.group_len)
+        else:
+            total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
         for bias_ref in bias_refs:
-            total = total + bias_ref[owners_ref[tile], cols].astype(jnp.float32)[None, :]
+            total = total + bias_ref[owner, cols].astype(jnp.float32)[None, :]
         out_ref[...] = total.astype(out_ref.dtype)  # ROUND: once
 
     out = run_blocks(
         body,
-        x,
-        w,
+        *operands,
         owners,
         *biases,
         name=name,
-        grid=(num_tiles, w.shape[1] // PRODUCT_COLS),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
+        grid=(num_tiles, padded_cols // PRODUCT_COLS),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], padded_cols), x.dtype),
         out_specs=pl.BlockSpec((ROWS, PRODUCT_COLS), lambda t, n: (t, n)),
     )
     return out[:, :num_cols]

@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.linear.quantized import is_quantized
 from detjax.pallas_kernels.linear.reference import linear
 from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
@@ -36,6 +37,10 @@ def expert_mlp(
     if extras is not None:
         raise NotImplementedError(
             "experts of the reference backend have no biases and no clamp; use portable"
+        )
+    if is_quantized(w_gate_up) or is_quantized(w_down):
+        raise NotImplementedError(
+            "experts of the reference backend have no 8-bit weights; use portable or sm90"
         )
     dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:

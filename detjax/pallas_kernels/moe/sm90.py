@@ -6,8 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.linear.quantized import BLOCK, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
+from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
+from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.moe.sm90_combine import (
@@ -30,12 +33,26 @@ from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
 def _check_supported(x, w_gate_up, w_down) -> None:
+    for w in (w_gate_up, w_down):
+        if isinstance(w, W8A8Matrix) and (not w.group_len or w.block_rows % BLOCK):
+            raise NotImplementedError(
+                "sm90 multiplies experts of 8 bits by 8-bit activations where they are float8 with "
+                f"scales of blocks of a multiple of {BLOCK} outputs, not {w.values.dtype} with "
+                f"{w.block_rows}; use quantized_weights='auto', or portable"
+            )
     dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
         raise NotImplementedError(
             f"sm90 experts multiply bfloat16 by bfloat16, not {x.dtype} by {w_gate_up.dtype} and "
             f"{w_down.dtype}; use portable"
         )
+
+
+def _rows_for(x, w, interpret):
+    """Rows as the products of an expert's matrix take them."""
+    if not isinstance(w, W8A8Matrix):
+        return x
+    return quantize_rows(x, w.row_coding, interpret=interpret is not None)
 
 
 def expert_rows(
@@ -68,7 +85,7 @@ def expert_rows(
     places = None
     if tiles.is_few:
         hidden, work = grouped_matmul_few(
-            x, w_gate_up, expert_ids, first_expert, gate_up_bias,
+            _rows_for(x, w_gate_up, interpret), w_gate_up, expert_ids, first_expert, gate_up_bias,
             tiles=tiles.gate_up, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     else:
@@ -78,12 +95,12 @@ def expert_rows(
             interpret=interpret is not None,
         )  # fmt: skip
         hidden = grouped_matmul(
-            rows, w_gate_up, work, bias=gate_up_bias,
+            _rows_for(rows, w_gate_up, interpret), w_gate_up, work, bias=gate_up_bias,
             tiles=tiles.gate_up, by_slot=False, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
     out = grouped_matmul(
-        hidden, w_down, work, *others, bias=down_bias,
+        _rows_for(hidden, w_down, interpret), w_down, work, *others, bias=down_bias,
         tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
     )  # fmt: skip
     return out, None if tiles.by_slot else places
@@ -103,6 +120,9 @@ def _tiles_for(x, top_k: int, w_gate_up, num_ranks: int = 1) -> MlpTiles:
         num_experts=w_gate_up.shape[0] * num_ranks,
         width=w_gate_up.shape[1] // 2,
         hidden=x.shape[1],
+        operands=OperandType.FLOAT8_BLOCKS
+        if isinstance(w_gate_up, W8A8Matrix)
+        else OperandType.BFLOAT16,
     )
 
 
@@ -130,7 +150,7 @@ def expert_mlp(
 
     Numerics:
         # ORDER: gate, up and down each k16 block by k16 block in one f32 wgmma accumulator, a row's
-        own; sorting and tiles move rows and change no sum.
+        own; sorting and tiles move rows and change no sum. Of float8 as `sm90_w8a8.w8a8_product`.
         # ROUND: gate and up to bfloat16, SwiGLU to bfloat16, the second product to bfloat16: the
         bits of `linear_swiglu` and `linear`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
@@ -267,15 +287,16 @@ def route_mlp(
     _check_supported(x, w_gate_up, w_down)
     check_routes(num_experts, top_k)
     gate_up_bias, down_bias, clamp = _parts(extras)
-    first = (x, w_gate_up, logits, gate_up_bias)
+    first = (_rows_for(x, w_gate_up, interpret), w_gate_up, logits, gate_up_bias)
     options |= {"tiles": tiles.gate_up, "clamp": clamp, "interpret": interpret}
     if x.shape[0] == 1:
         hidden, ids, weights = routed_matmul_one(*first, **options)
-        y = one_row_matmul(hidden, w_down, ids[0], down_bias, tiles=tiles.down, interpret=interpret)
+        rows = _rows_for(hidden, w_down, interpret)
+        y = one_row_matmul(rows, w_down, ids[0], down_bias, tiles=tiles.down, interpret=interpret)
     else:
         hidden, work, _, weights = routed_matmul_few(*first, **options)
         y = grouped_matmul(
-            hidden, w_down, work, bias=down_bias,
+            _rows_for(hidden, w_down, interpret), w_down, work, bias=down_bias,
             tiles=tiles.down, by_slot=True, interpret=interpret,
         )  # fmt: skip
     return y.reshape(x.shape[0], top_k, x.shape[1]), weights

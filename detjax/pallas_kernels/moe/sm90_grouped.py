@@ -18,14 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.quantized import block_rows_of, operands_of
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
+    ChunkScales,
     add_bias,
+    chunked_sum,
     leaf_sum,
+    load_vector,
     put_transposed,
     tiled,
     views,
 )
+from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
 from detjax.pallas_kernels.moe.sm90_route import route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
@@ -61,17 +66,17 @@ class Few:
     renormalise: bool = False
 
 
-def _rows_block(shape, is_interpreted: bool):
-    """Rows of SPAN channels to multiply or fill, and the same memory as TMA must see it.
+def _rows_block(shape, is_interpreted: bool, dtype=jnp.bfloat16):
+    """Rows of a swizzle span to multiply or fill, and the same memory as TMA must see it.
 
     # WHY: a TMA block tiled by 8 rows begins at a multiple of 8 rows. One swizzle span wide, it has
     the same bytes tiled by 1 row, and then it may begin at any row and have any number.
     """
     if is_interpreted:  # There the two of a union are apart.
-        return plgpu.SMEM(shape, jnp.bfloat16)
+        return plgpu.SMEM(shape, dtype)
     return plgpu.RefUnion(
-        plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16)),
-        plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(SPAN, jnp.bfloat16, sublanes=1)),
+        plgpu.SMEM(shape, dtype, transforms=tiled(shape[-1], dtype)),
+        plgpu.SMEM(shape, dtype, transforms=tiled(shape[-1], dtype, sublanes=1)),
     )
 
 
@@ -97,8 +102,10 @@ def _store_rows(staged, block, out_gmem, start, count, most: int, cols) -> None:
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [S, K] bf16, sorted; [M, K] where every CTA makes the list of tiles
-    w: Any  # [e, N, K] bf16; [e, 2 F, K] if gated, F rows of gates and F of ups
+    x: Any  # [S, K] bf16 or float8, sorted; [M, K] where every CTA makes the list of tiles
+    w: Any  # [e, N, K], likewise; [e, 2 F, K] if gated, F rows of gates and F of ups
+    x_scales: Any = None  # [K / 128, >= S] f32, of float8
+    w_scales: Any = None  # [e, N / block_rows, K / 128] f32, of float8
     work: Any = None  # `GroupedWork`: the list of tiles
     logits: Any = None  # [M, e] f32, of the router
     ids: Any = None  # [S] int32, the expert of each slot
@@ -118,8 +125,9 @@ class _Results(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, tile_rows, SPAN] bf16
-    w: Any  # [stages, cta_weights, k] bf16
+    x: Any  # [stages, slabs, tile_rows, span] bf16 or float8
+    x_scales: Any  # [stages, slabs, scale_rows] f32, of float8
+    w: Any  # [stages, cta_weights, k] bf16 or float8
     out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
     zeros: Any  # [256] bf16
     work: Any  # `GroupedWork`: the list of tiles
@@ -144,6 +152,7 @@ class _Plan:
         is_one_row: Whether rank r of one row is tile r, and a list is the experts of the ranks.
         by_slot: Whether the output's rows lie in order of slot.
         writes_zeros: Whether slots of experts that are not here get zeros.
+        block_rows: Outputs that share a scale of float8; 0 if operands are bfloat16.
         is_interpreted: Whether a CPU interprets the kernel.
         clamp: Of the gated epilogue, or None.
     """
@@ -157,6 +166,7 @@ class _Plan:
     is_one_row: bool
     by_slot: bool
     writes_zeros: bool
+    block_rows: int
     is_interpreted: bool
     clamp: SwigluClamp | None
 
@@ -182,8 +192,8 @@ class _Plan:
 
     @property
     def slabs(self) -> int:
-        """Slabs of `SPAN` columns in a step."""
-        return self.tiles.k // SPAN
+        """Slabs of a swizzle span in a step."""
+        return self.tiles.k // self.tiles.span
 
     @property
     def col_tiles(self) -> int:
@@ -224,9 +234,28 @@ class _Plan:
             for i in range(2)
         ]
 
+    @property
+    def pieces(self) -> tuple:
+        """Parts of an accumulator with 64 weights each: gates first, their ups behind them."""
+        t = self.tiles
+        if t.is_swapped:
+            return tuple(slice(at, at + SPAN) for at in range(0, t.wg_rows, SPAN))
+        return tuple((slice(None), slice(at, at + SPAN)) for at in range(0, t.cols, SPAN))
+
+    @property
+    def piece_weights(self) -> list[int]:
+        """The first weight of each, from the first output of a warpgroup on."""
+        t = self.tiles
+        firsts = range(0, self.wg_out, SPAN)
+        return [it + i * self.num_out for i in range(2 if t.is_gated else 1) for it in firsts]
+
     def check(self) -> None:
         """Refuse products that these tiles do not divide, or do not place."""
         t = self.tiles
+        if (self.block_rows > 0) != (t.operands is OperandType.FLOAT8_BLOCKS):
+            raise ValueError(f"{t.operands=} do not go with {self.block_rows=}")
+        if self.block_rows % SPAN:
+            raise ValueError(f"{self.block_rows=} must be a multiple of {SPAN}")
         if self.k_len % t.k:
             raise ValueError(f"{t.k=} must divide K={self.k_len}")
         if self.num_out % t.out_cols:
@@ -330,8 +359,7 @@ class _Cta:
     def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
         slots = self.slots_of(start)
-        total = self.product(first)
-        self.store_flat(total, start, count, col, slots, entry)
+        self.store_flat(self.product(first, entry, col), start, count, col, slots, entry)
 
     def tall_tile(self, first, start, count, col, entry) -> None:
         """A tile of 64 rows a warpgroup; one without rows gives back its steps of the ring."""
@@ -339,7 +367,7 @@ class _Cta:
 
         @pl.when(mine > 0)
         def _():
-            total = self.product(first)
+            total = self.product(first, entry, col)
             self.store_tall(total, start + self.wg * 64, mine, col, entry)
 
         @pl.when(mine == 0)
@@ -351,29 +379,73 @@ class _Cta:
 
             lax.fori_loop(0, self.plan.steps, pass_over, ())
 
-    def product(self, first):
-        """The accumulator of a tile, [wg_rows, cols] f32."""
+    def product(self, first, entry, col) -> tuple:
+        """The accumulator of a tile, [wg_rows, cols] f32, in `_Plan.pieces`."""
         plan, t, ring = self.plan, self.plan.tiles, self.ring
         x_smem, w_smem = self.x_views[0], self.memory.w
 
-        def multiply(i, acc):
+        def multiply_slab(i, s, acc):
             slot = ring.slot(first + i)
             wg_rows = pl.ds(self.wg * t.wg_rows, t.wg_rows)
-            for s in range(plan.slabs):
-                k = pl.ds(s * SPAN, SPAN)
-                if t.is_swapped:
-                    plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_smem.at[slot, s].T)
-                else:
-                    plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
+            k = pl.ds(s * t.span, t.span)
+            if t.is_swapped:
+                plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_smem.at[slot, s].T)
+            else:
+                plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
 
-        return leaf_sum(
+        def multiply(i, acc):
+            for s in range(plan.slabs):
+                multiply_slab(i, s, acc)
+
+        def give(i):
+            if plan.block_rows and plan.is_interpreted:
+                # WHY: as in `linear.sm90_flat_matmul`.
+                plgpu.commit_smem()
+            ring.release(first + i)
+
+        if plan.block_rows:
+            return chunked_sum(
+                (t.wg_rows, t.cols),
+                plan.steps,
+                take=lambda i: ring.wait(first + i),
+                multiply=multiply_slab,
+                give=give,
+                num_chunks=plan.slabs,
+                scales=self.chunk_scales(first, self.expert_of(entry), col),
+            )
+        total = leaf_sum(
             (t.wg_rows, t.cols),
             plan.steps,
             take=lambda i: ring.wait(first + i),
             multiply=multiply,
-            give=lambda i: ring.release(first + i),
+            give=give,
             in_flight=t.delay * plan.slabs,
         )
+        return tuple(total[piece] for piece in plan.pieces)
+
+    def chunk_scales(self, first, expert, col) -> ChunkScales:
+        """Scales of a tile from output `col` on, whose first step is the ring's step `first`."""
+        plan, t = self.plan, self.plan.tiles
+        if t.is_swapped:
+            col = col + self.wg * plan.wg_out
+            rows, piece_shape = pl.ds(0, t.cols), (SPAN, t.cols)
+        else:
+            rows, piece_shape = pl.ds(self.wg * t.wg_rows, t.wg_rows), (t.wg_rows, SPAN)
+        axis = 1 if t.is_swapped else 0
+
+        def of_weights(i, j):
+            blocks = [lax.div(col + it, plan.block_rows) for it in plan.piece_weights]
+            return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
+
+        def of_rows(i, j):
+            chunk = self.memory.x_scales.at[self.ring.slot(first + i), j, rows]
+            return load_vector(chunk, axis, is_interpreted=plan.is_interpreted)
+
+        math = sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=plan.is_interpreted)
+        return ChunkScales(
+            of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
+            piece_shape=piece_shape, math=math,
+        )  # fmt: skip
 
     def slots_of(self, start) -> list:
         """Slots of a tile's rows, read ahead of its product, as each would wait for memory."""
@@ -415,8 +487,7 @@ class _Cta:
         """Store a transposed accumulator: its rows in sorted order, or each at its place."""
         plan, t, (out_smem, out_tma) = self.plan, self.plan.tiles, self.out_views
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pieces = [total[:64], total[64:]] if t.is_gated else [total]
-        pieces = self.with_biases(pieces, entry, lambda: col + self.wg * plan.wg_out, 0)
+        pieces = self.with_biases(list(total), entry, lambda: col + self.wg * plan.wg_out, 0)
         out = self.gated(*pieces) if t.is_gated else pieces[0]
         put_transposed(out, out_smem.at[self.wg])
         cols = pl.ds(col + self.wg * plan.wg_out, plan.wg_out)
@@ -445,9 +516,9 @@ class _Cta:
         """Store the first `count` rows of an accumulator."""
         t, (out_smem, out_tma) = self.plan.tiles, self.out_views
         for i, c in enumerate(range(0, t.out_cols, SPAN)):
-            pieces = [total[:, c : c + SPAN]]
+            pieces = [total[i]]
             if t.is_gated:
-                pieces.append(total[:, t.out_cols + c : t.out_cols + c + SPAN])
+                pieces.append(total[len(total) // 2 + i])
             pieces = self.with_biases(pieces, entry, lambda c=c: col + c, 1)
             block = self.gated(*pieces) if t.is_gated else pieces[0]
             staged = (self.wg, i % 2)
@@ -513,9 +584,17 @@ class _Cta:
         for s in range(plan.slabs):
             plgpu.copy_gmem_to_smem(
                 self.operands.x.at[
-                    pl.ds(row, plan.tiles.tile_rows), pl.ds(i * k_step + s * SPAN, SPAN)
+                    pl.ds(row, plan.tiles.tile_rows),
+                    pl.ds(i * k_step + s * plan.tiles.span, plan.tiles.span),
                 ],
                 self.x_views[1].at[slot, s],
+                full,
+            )
+        if plan.block_rows:
+            groups = pl.ds(i * plan.slabs, plan.slabs)
+            plgpu.copy_gmem_to_smem(
+                self.operands.x_scales.at[groups, pl.ds(row, plan.tiles.scale_rows)],
+                self.memory.x_scales.at[slot],
                 full,
             )
 
@@ -589,17 +668,21 @@ class _Cta:
 
 
 def _memory_types(plan: _Plan) -> _Memory:
-    t, bf16 = plan.tiles, jnp.bfloat16
+    t = plan.tiles
+    dtype = jnp.float8_e4m3fn if plan.block_rows else jnp.bfloat16
     out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
-    x_shape = (t.stages, plan.slabs, t.tile_rows, SPAN)
+    x_shape = (t.stages, plan.slabs, t.tile_rows, t.span)
     work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
-    copies = len(plan.weight_pieces) + plan.slabs
+    copies = len(plan.weight_pieces) + plan.slabs + bool(plan.block_rows)
     is_routed_row = plan.is_one_row and plan.few is not None
     return _Memory(
-        x=_rows_block(x_shape, plan.is_interpreted),
-        w=plgpu.SMEM((t.stages, t.cta_weights, t.k), bf16, transforms=tiled(SPAN, bf16)),
+        x=_rows_block(x_shape, plan.is_interpreted, dtype),
+        x_scales=plgpu.SMEM((t.stages, plan.slabs, t.scale_rows), jnp.float32)
+        if plan.block_rows
+        else None,
+        w=plgpu.SMEM((t.stages, t.cta_weights, t.k), dtype, transforms=tiled(t.span, dtype)),
         out=_rows_block(out_shape, plan.is_interpreted),
-        zeros=plgpu.SMEM((256,), bf16) if plan.writes_zeros else None,
+        zeros=plgpu.SMEM((256,), jnp.bfloat16) if plan.writes_zeros else None,
         work=work if plan.makes_list else None,
         experts=plgpu.SMEM((plan.num_slots,), jnp.int32) if is_routed_row else None,
         few=few_memory(plan.num_local) if plan.makes_list else None,
@@ -614,13 +697,16 @@ def _grouped(
     is_one_row: bool = False, clamp: SwigluClamp | None = None, interpret,
 ) -> _Results:  # fmt: skip
     """Launch the kernel; what the arguments are says `_Plan`."""
+    block_rows = block_rows_of(operands.w)
+    x, w, x_scales, w_scales = operands_of(operands.x, operands.w)
+    operands = operands._replace(x=x, w=w, x_scales=x_scales, w_scales=w_scales)
     num_rows, k_len = operands.x.shape
     num_local, num_weights, _ = operands.w.shape
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_local=num_local,
         num_out=num_weights // (2 if tiles.is_gated else 1), k_len=k_len, few=few,
         is_one_row=is_one_row, by_slot=by_slot,
-        writes_zeros=by_slot and operands.first_expert is not None,
+        writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
     plan.check()
@@ -664,8 +750,9 @@ def grouped_matmul(
     """Multiply each expert's sorted rows with its weights: `round(x W^T)`, gated if tiles are.
 
     Args:
-        x: Sorted rows, [S, K].
-        w: [e, N, K], or [e, 2 F, K]: F rows of gates, then F of ups.
+        x: Sorted rows, [S, K], bfloat16 or `QuantizedRows`.
+        w: [e, N, K], or [e, 2 F, K]: F rows of gates, then F of ups; of quantised rows a
+            `W8A8Matrix` of blocks.
         work: Of `sort_rows`, for tiles of `tiles.tile_rows`.
         ids: int32 [S], the expert of each slot; None if every expert is here.
         first_expert: int32 [1], the first expert here; with ids.
@@ -677,7 +764,8 @@ def grouped_matmul(
         interpret: How to interpret it, if so.
 
     Numerics:
-        # ORDER: k16 block by k16 block in one f32 wgmma accumulator that starts at zero.
+        # ORDER: k16 block by k16 block in one f32 wgmma accumulator that starts at zero; of float8
+        as `sm90_w8a8.w8a8_product`.
         # ROUND: as `linear`, or as `linear_swiglu`.
     """
     operands = _Operands(x=x, w=w, work=work, ids=ids, first_expert=first_expert, bias=bias)

@@ -4,6 +4,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from detjax.pallas_kernels.linear.tiles import FLOAT8_COLS, OperandType
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES, SPAN
 
 MAX_FEW_ROWS = 8
@@ -47,6 +48,7 @@ class GroupedTiles:
         k: Depth of a stage of the ring.
         stages: Stages in shared memory.
         delay: Stages whose products may still run when the next is issued.
+        operands: What rows and weights are.
     """
 
     is_swapped: bool
@@ -56,6 +58,7 @@ class GroupedTiles:
     k: int
     stages: int = 0
     delay: int = 0
+    operands: OperandType = OperandType.BFLOAT16
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
@@ -65,8 +68,20 @@ class GroupedTiles:
             raise ValueError(f"{self.cols=} must leave outputs in sixty-fours")
         if self.num_wgs not in (1, 2):
             raise ValueError(f"{self.num_wgs=} must be 1 or 2")
-        if self.k % SPAN:
-            raise ValueError(f"{self.k=} must be a multiple of {SPAN}")
+        if self.k % self.span:
+            raise ValueError(f"{self.k=} must be a multiple of {self.span}")
+        if self.operands not in (OperandType.BFLOAT16, OperandType.FLOAT8_BLOCKS):
+            raise ValueError(f"{self.operands=} must be bfloat16 or float8 by blocks")
+
+    @property
+    def span(self) -> int:
+        """Channels of the operands that are one swizzle span."""
+        return 2 * SPAN // self.operands.num_bytes
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of a chunk of the rows in shared memory, of which TMA fills whole 128 bytes."""
+        return -(-self.tile_rows // 32) * 32
 
     @property
     def wg_rows(self) -> int:
@@ -91,7 +106,9 @@ class GroupedTiles:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
-        return 2 * self.k * (self.tile_rows + self.cta_weights)
+        t = self.operands
+        scales = t.scale_bytes * (self.k // self.span) * self.scale_rows
+        return t.num_bytes * self.k * (self.tile_rows + self.cta_weights) + scales
 
     @property
     def staged_bytes(self) -> int:
@@ -129,60 +146,70 @@ def _divisor(length: int, most: int) -> int:
     return most
 
 
-def _flat(cols: int, width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
+def _flat(
+    cols: int, width: int, num_out: int, *, is_gated: bool, operands: OperandType
+) -> GroupedTiles:
     """Weights as the 64-row operand: their copy is all there is to do."""
     is_paired = cols > MAX_LONE_ROWS and num_out % (2 * SPAN) == 0
     is_wide = cols > 48 or (is_gated and is_paired)
     deepest = 64 if is_wide else 128 if is_gated or cols > 16 else 256
+    deepest = min(256, deepest * 2 // operands.num_bytes)
     return fill_stages(
         GroupedTiles(
             is_swapped=True, is_gated=is_gated, cols=cols, num_wgs=2 if is_paired else 1,
-            k=_divisor(width, deepest), delay=1,
+            k=_divisor(width, deepest), delay=1, operands=operands,
         )
     )  # fmt: skip
 
 
-def _tall(width: int, num_out: int, *, is_gated: bool) -> GroupedTiles:
+def _tall(width: int, num_out: int, *, is_gated: bool, operands: OperandType) -> GroupedTiles:
     """Rows as the 64-row operand beside up to 256 weights."""
-    cols = _divisor(num_out, 128 if is_gated else 256) * (2 if is_gated else 1)
+    # WHY: the chunks of float8 are in registers beside their sum.
+    most = 256 if operands is OperandType.BFLOAT16 else FLOAT8_COLS
+    cols = _divisor(num_out, most // 2 if is_gated else most) * (2 if is_gated else 1)
     return fill_stages(
         GroupedTiles(
-            is_swapped=False, is_gated=is_gated, cols=cols, num_wgs=2, k=_divisor(width, 64)
+            is_swapped=False, is_gated=is_gated, cols=cols, num_wgs=2,
+            k=_divisor(width, 128 // operands.num_bytes), operands=operands,
         )
-    )
+    )  # fmt: skip
 
 
 def choose_tiles(
-    *, num_rows: int, top_k: int, num_experts: int, width: int, hidden: int
-) -> MlpTiles:
+    *, num_rows: int, top_k: int, num_experts: int, width: int, hidden: int,
+    operands: OperandType = OperandType.BFLOAT16,
+) -> MlpTiles:  # fmt: skip
     """Tiles for `num_rows` rows of `hidden` channels and experts `width` wide.
 
     `num_experts` are those of all ranks: the rows are spread over all of them, so a rank cuts its
     own as one device cuts all.
 
     Raises:
-        NotImplementedError: If widths are no multiples of 64.
+        NotImplementedError: If widths are no multiples of 64, or of 128 of 8 bits.
     """
-    if width % SPAN or hidden % SPAN:
+    unit = 2 * SPAN // operands.num_bytes
+    if width % unit or hidden % unit:
         raise NotImplementedError(
-            f"sm90 experts need widths of multiples of {SPAN}, not {hidden} and {width}; "
+            f"sm90 experts need widths of multiples of {unit}, not {hidden} and {width}; "
             "use portable"
         )
     num_slots = num_rows * top_k
     each = num_slots / num_experts
     is_few = num_rows <= MAX_FEW_ROWS and num_slots <= MAX_FEW_SLOTS
-    if not is_few and each > MAX_FLAT_ROWS:
+    is_float8 = operands is OperandType.FLOAT8_BLOCKS
+    if not is_few and each > (MAX_FLAT_ROWS // 2 if is_float8 else MAX_FLAT_ROWS):
         return MlpTiles(
-            gate_up=_tall(hidden, width, is_gated=True),
-            down=_tall(width, hidden, is_gated=False),
+            gate_up=_tall(hidden, width, is_gated=True, operands=operands),
+            down=_tall(width, hidden, is_gated=False, operands=operands),
             is_few=False,
             by_slot=False,
         )
     # Random routing spreads an expert's rows; a second tile reads the weights again.
-    cols = 8 if is_few else min(128, -(-int(1.5 * each + 4) // 8) * 8)
+    most = FLOAT8_COLS // 2 if is_float8 else 128
+    cols = 8 if is_few else min(most, -(-int(1.5 * each + 4) // 8) * 8)
     return MlpTiles(
-        gate_up=_flat(cols, hidden, width, is_gated=True),
-        down=_flat(cols, width, hidden, is_gated=False),
+        gate_up=_flat(cols, hidden, width, is_gated=True, operands=operands),
+        down=_flat(cols, width, hidden, is_gated=False, operands=operands),
         is_few=is_few,
         by_slot=cols <= MAX_PLACED_ROWS,
     )
