@@ -99,6 +99,13 @@ _PLACE = (
     _DEVICES,
     _BATCH_SIZE,
     Option(
+        name="backward",
+        default="canonical",
+        choices=("canonical", "xla"),
+        help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, "
+        "which are faster and depend on --microbatch; a model with experts needs xla",
+    ),
+    Option(
         name="remat",
         default=True,
         help="compute activations again for the backward pass; without it all are kept, which is "

@@ -55,14 +55,16 @@ def compile_checked(
 
 
 class CheckedJit:
-    """`jax.jit` with donated arguments, each of whose programs is checked when it is compiled."""
+    """`jax.jit` whose programs are checked when they are compiled, and share their kernels."""
 
-    def __init__(self, function: Callable, *, donate_argnums: int, options: dict[str, Any]):
+    def __init__(
+        self, function: Callable, *, donate_argnums: int | tuple[int, ...], options: dict[str, Any]
+    ):
         """Compile nothing yet.
 
         Args:
             function: Of arrays, positional.
-            donate_argnums: Which argument may be written in place.
+            donate_argnums: Which arguments may be written in place.
             options: Of the compiler.
         """
         self._jitted = jax.jit(function, donate_argnums=donate_argnums)

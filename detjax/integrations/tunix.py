@@ -28,6 +28,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.reading import readings
 from detjax.training.batch import Batch
 from detjax.training.forward import final_hidden, output_head
+from detjax.training.gradients import Backward
 from detjax.training.logits import logits_lse, token_logits
 from detjax.training.score import Scorer
 from detjax.training.weights import master_params, serving_params
@@ -160,8 +161,10 @@ class DetjaxActor(nnx.Module):
         weights = {name: param[...] for name, param in self.weights.items()}
         params = _masters(self.ctx, weights)
         tables = self.cos[...], self.sin[...]
-        hidden = final_hidden(self.ctx, params, tables, batch, remat=self.remat)
-        logits = token_logits(self.ctx, hidden, output_head(self.ctx, params))
+        hidden = final_hidden(
+            self.ctx, params, tables, batch, remat=self.remat, backward=Backward.XLA
+        )
+        logits = token_logits(self.ctx, hidden, output_head(params))
         lse = logits_lse(self.ctx, logits)
         return Logits(logits.reshape(num_sequences, length, -1), lse.reshape(row.shape)), None
 

@@ -167,6 +167,16 @@ class KernelSet(Protocol):
         """See `attention.api.rope_attention`."""
         ...
 
+    def token_sum(self, a, b, lengths) -> jax.Array:
+        """See `gradients.api.token_sum`."""
+        ...
+
+    def attention_gradient(
+        self, q, k, v, out, of_out, lengths, *, window: int | None
+    ) -> tuple[jax.Array, ...]:
+        """See `gradients.api.attention_gradient`; keys and values once for each query head."""
+        ...
+
     def swiglu(self, gate_up, *, clamp: SwigluClamp | None = None) -> jax.Array:
         """See `swiglu.api.swiglu`."""
         ...

@@ -5,6 +5,8 @@ from detjax.pallas_kernels.attention.portable import attention as attention
 from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.portable import geglu as geglu
+from detjax.pallas_kernels.gradients.portable import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.portable import token_sum as token_sum
 from detjax.pallas_kernels.linear.portable import add_partials as add_partials
 from detjax.pallas_kernels.linear.portable import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm

@@ -5,6 +5,8 @@ from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu
+from detjax.pallas_kernels.gradients.reference import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.reference import token_sum as token_sum
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
 from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
 from detjax.pallas_kernels.linear.reference import add_partials as add_partials

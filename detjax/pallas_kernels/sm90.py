@@ -8,6 +8,8 @@ from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attentio
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.sm90 import geglu as geglu
+from detjax.pallas_kernels.gradients.sm90 import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.sm90 import token_sum as token_sum
 from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
 from detjax.pallas_kernels.linear.sm90 import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.sm90 import defers_norm as defers_norm

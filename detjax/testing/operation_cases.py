@@ -255,7 +255,16 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             )
             residual = bf16(m, n, scale=4.0)
 
-            def run(on, rows=rows, gain=gain, bias=bias, w=w, residual=residual, dtype=dtype, m=m):
+            def run(
+                on,
+                rows=rows,
+                gain=gain,
+                bias=bias,
+                w=w,
+                residual=residual,
+                dtype=dtype,
+                m=m,
+            ):
                 coding = RowCoding(dtype=dtype)
                 x = w8a8.quantize_rows(rows, coding, backend=on)
                 normed = w8a8.rms_norm_quantize(rows, gain, coding, eps=EPS, backend=on)

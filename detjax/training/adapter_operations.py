@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with an adapter, with gradients: kernels of serving forward, plain JAX backward.
+"""Products with an adapter, with gradients: kernels of serving forward, named sums backward.
 
 The weights are frozen: they have no gradient. Numerics of gradients are those of `operations`.
 """
@@ -11,7 +11,8 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.adapters.stack import AdapterSizes
 from detjax.models.layers import ForwardContext, adapted_linear, row_parallel_norm
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
-from detjax.training.gradients import COLUMN_AXIS, ROW_AXIS, product, with_gradient
+from detjax.training.formulas import plain_rms_norm
+from detjax.training.gradients import GradientSums, with_gradient
 from detjax.training.lora import AdaptedMaster
 
 
@@ -40,30 +41,27 @@ def _rows(master: AdaptedMaster) -> list[slice]:
 
 
 def _gradients(
-    x: jax.Array, master: AdaptedMaster, cotangent: jax.Array, dtype: jnp.dtype
+    sums: GradientSums, x: jax.Array, master: AdaptedMaster, cotangent: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, AdaptedMaster]:
-    """Cotangents of the inputs and of the adapter."""
+    """Cotangents of the inputs and of the adapter.
 
-    def rounded(array: jax.Array) -> jax.Array:
-        return array.astype(dtype).astype(x.dtype)
-
-    of_x = product(cotangent, rounded(master.w), COLUMN_AXIS, ROW_AXIS)
+    # ORDER: the cotangent of the inputs is that of the weights, then each part's, left to right.
+    """
+    of_x = sums.rows_times(cotangent, master.w.astype(dtype).T)
     parts = []
     for one, rows in zip(master.parts, _rows(master), strict=True):
-        a, b, of_part = rounded(one["a"]), rounded(one["b"]), cotangent[:, rows]
-        h = (master.scale * product(x, a, COLUMN_AXIS, COLUMN_AXIS)).astype(x.dtype)
-        of_h = (master.scale * product(of_part, b, COLUMN_AXIS, ROW_AXIS)).astype(x.dtype)
-        of_x = of_x + product(of_h, a, COLUMN_AXIS, ROW_AXIS)
-        parts.append({
-            "a": product(of_h, x, ROW_AXIS, ROW_AXIS),
-            "b": product(of_part, h, ROW_AXIS, ROW_AXIS),
-        })  # fmt: skip
+        a, b, of_part = one["a"].astype(dtype), one["b"].astype(dtype), cotangent[:, rows]
+        h = (master.scale * sums.rows_times(x, a)).astype(x.dtype)
+        of_h = (master.scale * sums.rows_times(of_part, b.T)).astype(x.dtype)
+        of_x = of_x + sums.rows_times(of_h, a.T)
+        parts.append({"a": sums.of_weights(of_h, x), "b": sums.of_weights(of_part, h)})
     frozen = AdaptedMaster(w=jnp.zeros_like(master.w), parts=tuple(parts), scale=master.scale)
     return of_x.astype(x.dtype), frozen
 
 
 def linear(
     ctx: ForwardContext,
+    sums: GradientSums,
     x: Activation[Array, "M I"],
     w: AdaptedMaster,
     bias: Float32[Array, " O"] | None,
@@ -77,24 +75,21 @@ def linear(
 
     def gradient(args, _, cotangent):
         x, w, _ = args
-        return *_gradients(x, w, cotangent, dtype), None
+        return *_gradients(sums, x, w, cotangent, dtype), None
 
     return with_gradient(kernel, gradient)(x, w, bias)
 
 
 def linear_add_rms_norm(
     ctx: ForwardContext,
+    sums: GradientSums,
     x: Activation[Array, "M I"],
     w: AdaptedMaster,
     residual: Activation[Array, "M D"],
     bias: Float32[Array, " D"] | None,
     gain: Float32[Array, " D"],
-    plain_rms_norm,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
-    """Multiply with an adapter, add to the residual stream, normalise.
-
-    `models.layers.row_parallel_norm`; `plain_rms_norm` is the formula that is differentiated.
-    """
+    """Multiply with an adapter, add, normalise: `models.layers.row_parallel_norm`."""
     dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
 
     def kernel(x, w, residual, bias, gain):
@@ -108,7 +103,7 @@ def linear_add_rms_norm(
         def formula(total):
             return total, plain_rms_norm(total, gain[None], eps)
 
-        (of_total,) = jax.vjp(formula, out[0])[1](cotangents)
-        return *_gradients(x, w, of_total, dtype), of_total, None, None
+        ((of_total,), _) = sums.of_formula(formula, (out[0],), (), cotangents)
+        return *_gradients(sums, x, w, of_total, dtype), of_total, None, None
 
     return with_gradient(kernel, gradient)(x, w, residual, bias, gain)

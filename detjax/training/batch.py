@@ -131,3 +131,95 @@ def by_sequence(batch: Batch, values: np.ndarray) -> list[np.ndarray]:
     found[places[is_real]] = np.asarray(values)[is_real]
     rows = found.reshape(len(batch.lengths), batch.length)
     return [row[:n] for row, n in zip(rows, np.asarray(batch.lengths), strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRun:
+    """A power of two of neighbouring sequences of a step: a subtree of the sum over sequences.
+
+    Attributes:
+        batch: The sequences as rows.
+        first: Index of the first in the list of the step's sequences; a multiple of the size.
+        size: How many, those of the subtree that are not there included.
+        source: Index of the microbatch that they are from.
+        rows: Of each row its place in that microbatch, int64 [M].
+        places: Of each of these rows its place in `batch`, int64 [M].
+    """
+
+    batch: Batch
+    first: int
+    size: int
+    source: int
+    rows: np.ndarray
+    places: np.ndarray
+
+
+def aligned_runs(batches: Sequence[Batch], *, num_shares: int) -> list[list[SequenceRun]]:
+    """Cut the sequences of a step into subtrees, and share them out in runs of one power of two.
+
+    A microbatch that is a subtree stays whole. Where one is not, its sequences are cut into the
+    largest runs that are.
+
+    Args:
+        batches: Microbatches; the list of sequences is theirs, one after the other. Empty
+            sequences are behind the others of a microbatch, and do not count.
+        num_shares: How many devices there are.
+
+    Returns:
+        For each device its runs, in order.
+    """
+    counts = [_num_sequences(batch) for batch in batches]
+    share = 1 << (max(-(-sum(counts) // num_shares), 1) - 1).bit_length()
+    runs, start = [[] for _ in range(num_shares)], 0
+    for source, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        done, is_last = 0, source == len(batches) - 1
+        while done < count:
+            first = start + done
+            most = min(first & -first if first else share, share)
+            room = len(batch.lengths)
+            is_whole = done == 0 and (room == count or is_last) and room & (room - 1) == 0
+            size = room if is_whole and room <= most else min(most, _power_to(count - done))
+            runs[first // share].append(_run(batch, source, done, size, first))
+            done += size
+        start += count
+    return runs
+
+
+def _power_to(count: int) -> int:
+    """The largest power of two that is not more."""
+    return 1 << (count.bit_length() - 1)
+
+
+def _num_sequences(batch: Batch) -> int:
+    """Sequences up to the last that is not empty."""
+    return int(np.max(np.flatnonzero(np.asarray(batch.lengths)), initial=-1)) + 1
+
+
+def _run(batch: Batch, source: int, skipped: int, size: int, first: int) -> SequenceRun:
+    """`size` sequences of a microbatch; all of them in its own layout, fewer padded."""
+    everything = np.arange(len(batch.ids))
+    if size == len(batch.lengths):
+        return SequenceRun(batch=batch, first=first, size=size, source=source, rows=everything,
+                   places=everything)  # fmt: skip
+    start, length = skipped * batch.length, batch.length
+    places = np.asarray(batch.places)
+    rows = np.flatnonzero((places >= start) & (places < start + size * length))
+    own = places[rows] - start
+
+    def placed(values: Any) -> np.ndarray:
+        out = np.zeros(size * length, np.asarray(values).dtype)
+        out[own] = np.asarray(values)[rows]
+        return out
+
+    lengths = np.asarray(batch.lengths)[skipped : skipped + size]
+    behind = np.arange(size * length, dtype=np.int32)
+    is_real = behind % length < np.repeat(lengths, length)
+    cut = Batch(
+        ids=placed(batch.ids),
+        targets=placed(batch.targets),
+        weights=placed(batch.weights),
+        places=np.where(is_real, behind, behind + size * length).astype(np.int32),
+        lengths=lengths,
+        length=length,
+    )
+    return SequenceRun(batch=cut, first=first, size=size, source=source, rows=rows, places=own)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of a mixture of experts with gradients; see `operations` for what they claim."""
+"""The operations of a mixture of experts with gradients.
+
+Their sums are XLA's, so a backward pass through them is run-invariant alone.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +15,14 @@ from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
+from detjax.training.formulas import plain_rms_norm, plain_swiglu
 from detjax.training.gradients import (
     COLUMN_AXIS,
     ROW_AXIS,
+    XlaSums,
     linear_gradients,
     with_gradient,
 )
-from detjax.training.operations import plain_rms_norm, plain_swiglu
 
 
 def router_logits(
@@ -38,7 +42,7 @@ def router_logits(
 
     def gradient(args, _, cotangent):
         x, w = args
-        of_x, of_w = linear_gradients(x.astype(f32), w, cotangent, dtype)
+        of_x, of_w = linear_gradients(XlaSums(), x.astype(f32), w, cotangent, dtype)
         return of_x.astype(x.dtype), of_w
 
     return with_gradient(kernel, gradient)(x, w)

@@ -15,6 +15,7 @@ from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
+from detjax.training.gradients import Backward, GradientSums, refuse_canonical, sums_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +24,7 @@ class TrainingOps:
 
     Attributes:
         ctx: The model, with tp = 1.
+        sums: Of the backward pass.
         batch: Rows and their places in sequences.
         positions: Of each place, [B, T]; -1 behind a sequence's end.
         cos: Cosines of positions 0 to T - 1.
@@ -30,6 +32,7 @@ class TrainingOps:
     """
 
     ctx: ForwardContext
+    sums: GradientSums
     batch: Batch
     positions: Any
     cos: Any
@@ -37,23 +40,24 @@ class TrainingOps:
 
     def embed(self, table, ids, gain) -> Stream:
         """Look up rows and normalise them, unless the first product reads them as they are."""
-        residual = ops.embed(self.ctx, table, ids)
+        residual = ops.embed(self.ctx, self.sums, table, ids)
         if gain is None:
             return Stream(residual, residual)
-        return Stream(residual, ops.rms_norm(self.ctx, residual, gain))
+        return Stream(residual, ops.rms_norm(self.ctx, self.sums, residual, gain))
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Attend within each sequence; `cache` is None."""
-        ctx, config = self.ctx, self.ctx.config
+        ctx, sums, config = self.ctx, self.sums, self.ctx.config
         positions, places = self.positions, self.batch.places
         qkv_weights = _joined(weights, "qkv")
         bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
-        qkv = ops.linear(ctx, stream.x, qkv_weights, bias)
+        qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias)
         if config.is_qk_norm_whole:
-            qkv = _normalise_all_heads(ctx, weights, qkv)
+            qkv = _normalise_all_heads(ctx, sums, weights, qkv)
         qkv = ops.to_sequences(qkv, places, positions.size)
         out = ops.self_attention(
             ctx,
+            sums,
             qkv.reshape(*positions.shape, -1, config.head_dim),
             (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
             angles_of(config, self.cos, layer_idx),
@@ -65,19 +69,25 @@ class TrainingOps:
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Multiply, then gate: the bits of both operations in one launch."""
-        return ops.swiglu(self.ctx, ops.linear(self.ctx, stream.x, _joined(weights, "gate_up")))
+        return ops.swiglu(
+            self.ctx,
+            self.sums,
+            ops.linear(self.ctx, self.sums, stream.x, _joined(weights, "gate_up")),
+        )
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """Run one operation, as on one rank of a server."""
-        return Stream(*ops.linear_add_rms_norm(self.ctx, x, w, stream.residual, bias, gain))
+        return Stream(
+            *ops.linear_add_rms_norm(self.ctx, self.sums, x, w, stream.residual, bias, gain)
+        )
 
     def norm_add(self, x, w, bias, gains, stream: Stream) -> Stream:
         """Run two operations, as on one rank of a server."""
-        return Stream(*ops.norm_add(self.ctx, x, w, stream.residual, bias, gains))
+        return Stream(*ops.norm_add(self.ctx, self.sums, x, w, stream.residual, bias, gains))
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
-        ctx, x = self.ctx, stream.x
+        ctx, x = self.ctx, refuse_canonical(self.sums, stream.x)
         logits = expert_ops.router_logits(ctx, x, weights["router"])
         expert_ids, expert_weights = expert_ops.route(ctx, logits)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
@@ -90,12 +100,14 @@ class TrainingOps:
         return cache, Stream(*added)
 
 
-def _normalise_all_heads(ctx: ForwardContext, weights: dict[str, Any], qkv: jax.Array) -> jax.Array:
+def _normalise_all_heads(
+    ctx: ForwardContext, sums: GradientSums, weights: dict[str, Any], qkv: jax.Array
+) -> jax.Array:
     """The norms of q and of k over all their heads; v stays."""
     sizes = [n * ctx.config.head_dim for n in (ctx.config.num_heads, ctx.config.num_kv_heads)]
     q, k, v = jnp.split(qkv, [sizes[0], sum(sizes)], axis=1)
-    q = ops.rms_norm(ctx, q, weights["q_norm_whole"])
-    return jnp.concatenate([q, ops.rms_norm(ctx, k, weights["k_norm_whole"]), v], axis=1)
+    q = ops.rms_norm(ctx, sums, q, weights["q_norm_whole"])
+    return jnp.concatenate([q, ops.rms_norm(ctx, sums, k, weights["k_norm_whole"]), v], axis=1)
 
 
 class Balance(NamedTuple):
@@ -139,6 +151,7 @@ def token_logprobs(
     batch: Batch,
     *,
     remat: bool,
+    backward: Backward = Backward.CANONICAL,
 ) -> tuple[Float32[Array, " M"], Float32[Array, " M"]]:
     """Return the log-probability of each row's target, and the entropy of its distribution.
 
@@ -148,17 +161,24 @@ def token_logprobs(
         rope_tables: Of the model.
         batch: Rows.
         remat: Keep one activation a layer for the backward pass and compute the rest again.
+        backward: The order of sums of the backward pass.
 
     Raises:
         ValueError: If `ctx.tp` is not 1, or a sequence is longer than the model's context.
+        NotImplementedError: In a backward pass through experts, if it is canonical.
 
     Numerics:
         Log-probabilities are canonical: the bits of the engine's, in any batch and layout, with
         rematerialisation or without, and, as the engine's are mesh-invariant, for any tp of it.
-        Gradients: see `operations`.
+        Gradients: docs/training.md.
     """
-    hidden = final_hidden(ctx, params, rope_tables, batch, remat=remat)
-    return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets)
+    hidden = final_hidden(ctx, params, rope_tables, batch, remat=remat, backward=backward)
+    sums = _sums(ctx, batch, backward)
+    return ops.token_logprobs(ctx, sums, hidden, output_head(params), batch.targets)
+
+
+def _sums(ctx: ForwardContext, batch: Batch, backward: Backward) -> GradientSums:
+    return sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend)
 
 
 def token_logprobs_and_balance(
@@ -174,7 +194,7 @@ def token_logprobs_and_balance(
     `balance = U * sum_e(num_rows[e] / rows * probabilities[e] / rows)`, over real rows of all
     layers that have experts; top_k where all experts are used alike.
 
-    Args: As `token_logprobs`.
+    Args: As `token_logprobs`; the backward pass is XLA's.
 
     Raises:
         ValueError: As `token_logprobs`, or if the model has no mixtures of experts.
@@ -191,17 +211,19 @@ def token_logprobs_and_balance(
         raise ValueError("the model has no mixtures of experts, so there is no balance of them")
     zeros = jnp.zeros(ctx.config.experts.num_experts, jnp.float32)
     counted, hidden = _run(
-        ctx, params, rope_tables, batch, Balance(zeros, zeros, jnp.float32(0)), remat=remat
-    )
+        ctx, params, rope_tables, batch, Balance(zeros, zeros, jnp.float32(0)),
+        remat=remat, backward=Backward.XLA,
+    )  # fmt: skip
     assert counted is not None  # it was given one
     share = lax.stop_gradient(counted.num_rows) / counted.rows
     balance = zeros.size * jnp.sum(share * counted.probabilities / counted.rows)
-    return ops.token_logprobs(ctx, hidden, output_head(ctx, params), batch.targets), balance
+    sums, head = _sums(ctx, batch, Backward.XLA), output_head(params)
+    return ops.token_logprobs(ctx, sums, hidden, head, batch.targets), balance
 
 
-def output_head(ctx: ForwardContext, params: dict[str, Any]) -> Float32[Array, "V D"]:
-    """Return the master of the matrix that makes logits."""
-    return params["embed"] if ctx.config.tie_word_embeddings else params["lm_head"]
+def output_head(params: dict[str, Any]) -> Float32[Array, "V D"]:
+    """Return the master of the matrix that makes logits: the table, if it is tied."""
+    return params.get("lm_head", params["embed"])
 
 
 def final_hidden(
@@ -211,9 +233,10 @@ def final_hidden(
     batch: Batch,
     *,
     remat: bool,
+    backward: Backward = Backward.CANONICAL,
 ) -> Activation[Array, "M D"]:
     """The hidden state of each row after the last norm, as `token_logprobs` takes and claims it."""
-    return _run(ctx, params, rope_tables, batch, None, remat=remat)[1]
+    return _run(ctx, params, rope_tables, batch, None, remat=remat, backward=backward)[1]
 
 
 def _run(
@@ -224,6 +247,7 @@ def _run(
     balance: Balance | None,
     *,
     remat: bool,
+    backward: Backward,
 ) -> tuple[Balance | None, Activation[Array, "M D"]]:
     """`final_hidden`, and what routers gave to their experts, counted from `balance` on."""
     if ctx.tp != 1:
@@ -237,6 +261,7 @@ def _run(
     positions = jnp.arange(batch.length, dtype=jnp.int32)[None, :]
     positions = jnp.where(positions < batch.lengths[:, None], positions, -1)
 
-    own = TrainingOps(ctx=ctx, batch=batch, positions=positions, cos=cos, sin=sin)
+    sums = _sums(ctx, batch, backward)
+    own = TrainingOps(ctx=ctx, sums=sums, batch=batch, positions=positions, cos=cos, sin=sin)
     balance, stream = run_layers(own, params, batch.ids, balance, remat=remat)
     return balance, stream.x

@@ -1,15 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of operations whose values are those of kernels."""
+"""How a backward pass adds: in one order for every cut of the batch, or as XLA likes.
 
+Operations say what their gradients are made of: rows times a matrix, sums over tokens, and
+derivatives of plain formulas. `CanonicalSums` and `XlaSums` compute these.
+"""
+
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Array, Float32
+from detjax.array_types import Activation, Array, Float32
+from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.fixed_blocks import pad_axis
+from detjax.pallas_kernels.gradients.api import token_sum
+from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
+from detjax.pallas_kernels.linear.api import linear_partial
+from detjax.training.batch import Batch
 
 ROW_AXIS, COLUMN_AXIS = 0, 1
+
+STEP_DEPTH, OUT_BLOCK = 16, 128
+"""What K and N of a product are padded to with zeros, which change no bit."""
+
+XLA_ROWS = 1024
+"""Rows whose logits exist at the same time."""
+
+
+class Backward(enum.Enum):
+    """Which order the sums of a backward pass have. The forward pass has the bits of serving."""
+
+    CANONICAL = "canonical"  # of each sequence alone: no cut of the batch changes a bit
+    XLA = "xla"  # XLA's, by the shapes of a microbatch: faster, and run-invariant alone
 
 
 def with_gradient(kernel: Callable, gradient: Callable[..., tuple]) -> Callable:
@@ -27,24 +54,246 @@ def with_gradient(kernel: Callable, gradient: Callable[..., tuple]) -> Callable:
     return op
 
 
-def gradient_of(formula: Callable) -> Callable[..., tuple]:
-    """The gradient of a plain formula."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLeaves:
+    """Where the rows of a batch are among the leaves of its sequences.
 
-    def gradient(args, _, cotangent):
-        return jax.vjp(formula, *args)[1](cotangent)
+    Attributes:
+        places: Of each row, int32 [M]; past the last leaf for padding.
+        lengths: Rows of each sequence, int32 [B].
+        batch: Sequences, those that fill it up to a power of two included.
+        length: Rows of a sequence, filled up to a power of two of leaves.
+    """
 
-    return gradient
+    places: Any
+    lengths: Any
+    batch: int = field(metadata={"static": True})
+    length: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, batch: Batch) -> "TokenLeaves":
+        """Sequences in order, each from the first row of a leaf on."""
+        (count,) = batch.lengths.shape
+        sequences, length = _power_from(count), padded_length(batch.length)
+        sequence, position = batch.places // batch.length, batch.places % batch.length
+        is_real = batch.places < count * batch.length
+        behind = sequences * length + jnp.arange(batch.places.shape[0], dtype=jnp.int32)
+        return cls(
+            places=jnp.where(is_real, sequence * length + position, behind),
+            lengths=jnp.pad(batch.lengths, (0, sequences - count)),
+            batch=sequences,
+            length=length,
+        )
+
+    def cut(self, rows: jax.Array) -> jax.Array:
+        """Put rows [M, ...] into leaves [B T / leaf, leaf, ...], zeros elsewhere. Copies only."""
+        whole = jnp.zeros((self.batch * self.length, *rows.shape[1:]), rows.dtype)
+        whole = whole.at[self.places].set(rows, mode="drop", unique_indices=True)
+        return whole.reshape(-1, TOKEN_LEAF, *rows.shape[1:])
+
+    def joined(self, leaves: jax.Array) -> jax.Array:
+        """The inverse of `cut`; zeros for padding."""
+        rows = leaves.reshape(-1, *leaves.shape[2:])
+        return jnp.take(rows, self.places, axis=0, mode="fill", fill_value=0)
+
+
+def padded_length(length: int) -> int:
+    """Rows of the least power of two of leaves that holds a sequence."""
+    return TOKEN_LEAF * _power_from(-(-length // TOKEN_LEAF))
+
+
+def _power_from(count: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (count - 1).bit_length()
+
+
+@runtime_checkable
+class GradientSums(Protocol):
+    """What the gradients of operations are made of."""
+
+    def rows_times(self, x: jax.Array, w: jax.Array) -> Float32[Array, "M O"]:
+        """`x @ w.T`, unrounded: x is [M, I], w is [O, I]."""
+        ...
+
+    def of_weights(self, a: jax.Array, b: jax.Array) -> Float32[Array, "X Y"]:
+        """The sum over tokens of `a[t, x] * b[t, y]`."""
+        ...
+
+    def of_formula(
+        self, formula: Callable, rows: tuple, shared: tuple, cotangents: Any
+    ) -> tuple[tuple, tuple]:
+        """Cotangents of rows, and of what all rows share, added over tokens.
+
+        `formula(*rows, *shared)` has rows as results; its rows do not meet.
+        """
+        ...
+
+    def map_rows(self, function: Callable, rows: tuple) -> jax.Array:
+        """`function(*rows)`, for some rows at a time."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanonicalSums:
+    """Sums of one order: a row's by its width alone, those over tokens by each sequence alone.
+
+    Attributes:
+        leaves: Of the batch's tokens.
+        profile: Gives the leaves of a row's sums.
+        backend: Of the kernels.
+    """
+
+    leaves: TokenLeaves
+    profile: NumericsProfile
+    backend: Backend
+
+    def rows_times(self, x: Activation[Array, "M I"], w: Activation[Array, "O I"]) -> jax.Array:
+        """The product of a forward pass with leaves: `linear.api.linear_partial`."""
+        num_out = w.shape[0]
+        x, w = pad_axis(x, 1, STEP_DEPTH), pad_axis(pad_axis(w, 1, STEP_DEPTH), 0, OUT_BLOCK)
+        reduction = tree_reduction(x.shape[1], self.profile)
+        product = linear_partial(x, w, reduction=reduction, backend=self.backend)
+        return product[:, :num_out]
+
+    def of_weights(self, a: Activation[Array, "M X"], b: Activation[Array, "M Y"]) -> jax.Array:
+        """The tree over leaves of tokens: `gradients.api.token_sum`."""
+        own = self.leaves
+        a, b = (own.cut(rows).reshape(own.batch, own.length, -1) for rows in (a, b))
+        return token_sum(a, b, own.lengths, backend=self.backend)
+
+    def of_formula(self, formula, rows, shared, cotangents):
+        """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
+        cut = self.leaves.cut
+        of_rows, of_shared = self.of_leaves(
+            formula, tuple(map(cut, rows)), shared, jax.tree.map(cut, cotangents)
+        )
+        return tuple(map(self.leaves.joined, of_rows)), of_shared
+
+    def of_leaves(self, formula, rows, shared, cotangents) -> tuple[tuple, tuple]:
+        """`of_formula` of rows that are in leaves, [B T / leaf, leaf, ...]."""
+
+        def one(rows, cotangents):
+            _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
+            return pull(cotangents)
+
+        of_rows, parts = self.by_leaf(one, rows, cotangents)
+        return of_rows, jax.tree.map(_tree, parts)
+
+    def map_rows(self, function, rows):
+        """One leaf after the other."""
+        return self.leaves.joined(self.by_leaf(function, *map(self.leaves.cut, rows)))
+
+    def by_leaf(self, function: Callable, *leaves: Any) -> Any:
+        """Call `function` on one leaf after the other, in one body of one shape."""
+        return _one_by_one(function, leaves, is_hidden=self.backend.platform == "cpu")
+
+
+def _one_by_one(function: Callable, operands: tuple, *, is_hidden: bool) -> Any:
+    """`lax.map` whose body is never inlined into its surroundings, nor fused with them.
+
+    # SHAPE: on a CPU the bound is hidden from the compiler (`pallas_kernels.fixed_blocks`). On a
+    # GPU a hidden bound would be read by the host each time. Of one leaf alone the compiler knows
+    # the index, so it is run twice.
+    """
+    count = len(jax.tree.leaves(operands)[0])
+    if count == 1:
+        twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), operands)
+        out = _one_by_one(function, twice, is_hidden=is_hidden)
+        return jax.tree.map(lambda x: x[:1], out)
+
+    def run(i, out):
+        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), operands)
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, i, 0),
+            out,
+            function(*one),
+        )
+
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], operands))
+    out = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+    bound = lax.optimization_barrier(jnp.int32(count)) if is_hidden else count
+    return lax.fori_loop(0, bound, run, out)
+
+
+def _tree(parts: Float32[Array, "A ..."]) -> jax.Array:
+    """Add a power of two of leaves: ((l0 + l1) + (l2 + l3)) + ..., an exact zero as +0."""
+    parts = jnp.where(parts == 0, jnp.zeros_like(parts), parts)
+    while parts.shape[0] > 1:
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class XlaSums:
+    """Sums as XLA makes them of all rows of a microbatch."""
+
+    def rows_times(self, x, w):
+        """One product."""
+        return product(x, w.astype(x.dtype), COLUMN_AXIS, COLUMN_AXIS)
+
+    def of_weights(self, a, b):
+        """One product."""
+        return product(a, b, ROW_AXIS, ROW_AXIS)
+
+    def of_formula(self, formula, rows, shared, cotangents):
+        """The derivative of the whole."""
+        _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
+        return pull(cotangents)
+
+    def map_rows(self, function, rows):
+        """At most `XLA_ROWS` at a time."""
+        count = rows[0].shape[0]
+        cut = tuple(in_chunks(x, XLA_ROWS) for x in rows)
+        out = lax.map(lambda part: function(*part), cut)
+        return out.reshape(-1, *out.shape[2:])[:count]
+
+
+def in_chunks(x: jax.Array, most: int) -> jax.Array:
+    """Rows in chunks of at most `most`, zeros after the last."""
+    rows = min(most, x.shape[0])
+    padded = jnp.pad(x, [(0, -x.shape[0] % rows)] + [(0, 0)] * (x.ndim - 1))
+    return padded.reshape(-1, rows, *x.shape[1:])
 
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Array, "X Y"]:
-    """Contract an axis of each matrix, in float32."""
+    """Contract an axis of each matrix, in float32, in XLA's order."""
     axes = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(
         a, b, axes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 
-def linear_gradients(x, w, cotangent, param_dtype):
+def linear_gradients(
+    sums: GradientSums, x: jax.Array, w: jax.Array, cotangent: jax.Array, param_dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
     """Cotangents of the inputs and the weights of `x @ w.T`."""
-    of_x = product(cotangent, w.astype(param_dtype).astype(x.dtype), COLUMN_AXIS, ROW_AXIS)
-    return of_x.astype(x.dtype), product(cotangent, x, ROW_AXIS, ROW_AXIS)
+    of_x = sums.rows_times(cotangent, w.astype(param_dtype).T)
+    return of_x.astype(x.dtype), sums.of_weights(cotangent, x)
+
+
+def sums_of(
+    backward: Backward, batch: Batch, *, profile: NumericsProfile, backend: Backend
+) -> GradientSums:
+    """The sums of a backward pass over a batch."""
+    if backward is Backward.XLA:
+        return XlaSums()
+    return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend)
+
+
+def refuse_canonical(sums: GradientSums, x: jax.Array) -> jax.Array:
+    """`x`, whose cotangent is refused if sums are canonical: experts have no such backward pass.
+
+    Raises:
+        NotImplementedError: In a backward pass with canonical sums.
+    """
+
+    def gradient(args, out, cotangent):
+        if isinstance(sums, CanonicalSums):
+            raise NotImplementedError(
+                "a mixture of experts has no canonical backward pass; give "
+                "backward=Backward.XLA (--backward xla)"
+            )
+        return (cotangent,)
+
+    return with_gradient(lambda x: x, gradient)(x)

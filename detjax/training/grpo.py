@@ -23,6 +23,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_can_save, restore_state, save_state
 from detjax.training.extras import optax
+from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, merged, write_adapter
 from detjax.training.policy_gradient import BatchSizes, StepRow, train
 from detjax.training.rewards import Rewarded
@@ -60,6 +61,7 @@ class GrpoArgs:
     max_prompt: int | None
     max_tokens: int | None
     batch_size: int
+    backward: str
     remat: bool
     lora_rank: int
     lora_alpha: float
@@ -111,14 +113,19 @@ class GrpoSetup:
 
     def facts(self, mode: str, seed: int) -> dict[str, Any]:
         """Return the facts that a continued run must share with the saved one."""
-        names = ("task", "learning_rate", "clip_norm", "remat")
+        names = ("task", "learning_rate", "clip_norm", "backward")
         shared = {name: getattr(self.args, name) for name in names}
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
         if self.args.lora is not None:
             run |= {"lora_rank": self.args.lora_rank, "lora_alpha": self.args.lora_alpha}
         if isinstance(self.task, Rewarded):
             run |= {"reward": self.args.reward, "reward_sha256": self.task.reward_sha256}
-        return shared | run | asdict(self.sizes) | self.identity
+        sizes = asdict(self.sizes)
+        if self.args.backward == Backward.CANONICAL.value:
+            del sizes["microbatch"]  # which changes no bit, as rematerialisation
+        else:
+            run |= {"remat": self.args.remat}
+        return shared | run | sizes | self.identity
 
 
 def prepare(args: GrpoArgs) -> GrpoSetup:
@@ -158,6 +165,7 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
         remat=args.remat,
         lora=args.lora,
         lora_seed=args.seeds[0],
+        backward=Backward(args.backward),
     )
     return GrpoSetup(
         args=args,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Canonical logits and their log-sum-exp as arrays with gradients, for losses of users.
 
-detjax's own trainer never holds the logits of more than `operations.HEAD_ROWS` tokens. These
+detjax's own trainer never holds the logits of more than `gradients.XLA_ROWS` tokens. These
 functions hold those of all tokens.
 """
 
@@ -11,7 +11,7 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
-from detjax.training.gradients import linear_gradients, with_gradient
+from detjax.training.gradients import XlaSums, linear_gradients, with_gradient
 
 
 def token_logits(
@@ -42,7 +42,7 @@ def token_logits(
 
     def gradient(args, _, cotangent):
         hidden, head = args
-        return linear_gradients(hidden, head, cotangent.astype(hidden.dtype), dtype)
+        return linear_gradients(XlaSums(), hidden, head, cotangent.astype(hidden.dtype), dtype)
 
     return with_gradient(kernel, gradient)(hidden, head)
 

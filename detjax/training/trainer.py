@@ -2,13 +2,13 @@
 """A training step over sharded state: every device computes whole sequences with whole weights.
 
 Masters and optimizer state are cut over all devices of a mesh. A step gathers the masters, which
-copies bits. Each device computes the gradients of its own microbatches, one at a time. They are
-added as a tree over the batch that does not depend on the number of devices, and each device
-updates its share. All arithmetic except that tree runs in programs for one device, which are the
-same for every mesh. XLA compiles a program for one device and for several in different ways, which
-changed the gradient of a microbatch (XLA:CPU, jax 0.11.2).
+copies bits. Each device computes the gradients of a run of sequences, some at a time. Gradients of
+sequences are added as one tree over the step's list of sequences, of which a device has a subtree,
+and each device updates its share. All arithmetic except the upper levels of that tree runs in
+programs for one device, which are the same for every mesh.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,10 +30,12 @@ from detjax.models.loading import LoadedModel
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
-from detjax.training.batch import Batch
+from detjax.training.batch import Batch, SequenceRun, aligned_runs
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
+from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
+from detjax.training.update import check_elementwise, global_norm, update_in_blocks
 from detjax.training.weights import master_params, master_shapes, move_bits
 
 DEVICES = (DP_AXIS, TP_AXIS)
@@ -73,11 +75,6 @@ class StepOutput:
     gradient_norm: float
 
 
-def batch_leaves(num_batches: int, most_leaves: int) -> int:
-    """Return the leaves of a gradient's sum: the largest power of two that divides the batch."""
-    return min(num_batches & -num_batches, most_leaves)
-
-
 def state_partition(shape: tuple[int, ...], num_devices: int) -> P:
     """Cut the first axis that divides over all devices; hold the array whole if none does."""
     for axis, size in enumerate(shape):
@@ -100,6 +97,7 @@ class Trainer:
         balance_weight: float = 0.0,
         lora: LoraConfig | None = None,
         lora_seed: int = 0,
+        backward: Backward = Backward.CANONICAL,
     ):
         """Describe the state.
 
@@ -114,10 +112,13 @@ class Trainer:
                 microbatch (`forward.token_logprobs_and_balance`); 0 leaves it out.
             lora: The adapter that is trained while the weights stay; None trains the weights.
             lora_seed: Of the adapter's first values.
+            backward: The order of sums of the backward pass.
 
         Raises:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
-                `balance_weight` is negative, or positive for a model without experts.
+                `balance_weight` is negative, or positive for a model without experts; if a model
+                with experts is to have a canonical backward pass, the devices are no power of two,
+                or the optimizer is not elementwise.
         """
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
@@ -127,7 +128,15 @@ class Trainer:
             raise ValueError(
                 f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
             )
-        self._balance_weight = balance_weight
+        if backward is Backward.CANONICAL and model.config.experts is not None:
+            raise ValueError(
+                "a mixture of experts has no canonical backward pass; give backward=Backward.XLA "
+                "(--backward xla)"
+            )
+        if mesh.size & (mesh.size - 1):
+            raise ValueError(f"{mesh.size} devices must be a power of two")
+        check_elementwise(optimizer)
+        self._balance_weight, self._backward = balance_weight, backward
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._clip_norm, self._remat = clip_norm, remat
         self._lora, self._lora_seed = lora, lora_seed
@@ -140,11 +149,14 @@ class Trainer:
         gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
         reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
         self._gather, self._reduce = OrderedJit(gather), OrderedJit(reduce)
-        self._gradient = jax.jit(self._microbatch_gradient, compiler_options=EXACT_OPTIONS)
+        self._gradient = CheckedJit(
+            self._microbatch_gradient, donate_argnums=(), options=EXACT_OPTIONS
+        )
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
-        self._norm = jax.jit(_global_norm)
+        self._norm = jax.jit(global_norm, compiler_options=EXACT_OPTIONS)
+        self._tie = jax.jit(self._tied, compiler_options=EXACT_OPTIONS)
         self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
     @finishes_before_exit
@@ -186,28 +198,46 @@ class Trainer:
 
         Args:
             state: Donated: its arrays are gone afterwards.
-            batches: Microbatches of one shape.
+            batches: Microbatches of one shape. The list of sequences is theirs, in order.
 
         Raises:
-            ValueError: If the devices cannot share the microbatches evenly along the sum's tree, or
-                a microbatch has a token id that is not in the vocabulary.
+            ValueError: If a microbatch has a token id that is not in the vocabulary.
 
         Numerics:
-            The gradient is added as a perfect binary tree of `batch_leaves` leaves, runs of
-            microbatches in order; inside a leaf left to right, in float32. A device owns whole
-            leaves and a butterfly between devices is the rest of the tree.
-            Claims: run-invariant, mesh-invariant (for every number of devices that divides the
-            leaves). The update depends on the order of the batch and on which sequences share a
-            microbatch; log-probabilities depend on neither.
+            Each sequence has a gradient of its own. They are added as the perfect binary tree over
+            the list of sequences, ((s0 + s1) + (s2 + s3)) + ..., in float32; what is not there is
+            left out. A microbatch, a device and a step of accumulation hold subtrees.
+            Claims: run-invariant, batch-invariant, mesh-invariant. With a canonical backward the
+            update depends on the list of sequences and on nothing that is cut from it; with XLA's
+            also on which sequences share a microbatch.
         """
-        num_devices, most = self._mesh.size, self._model.profile.num_leaves
-        leaves = batch_leaves(len(batches), most)
-        if leaves % num_devices:
-            raise ValueError(
-                f"{len(batches)} microbatches are {leaves} leaves of the gradient's sum, which "
-                f"{num_devices} devices cannot share; make them a multiple of {num_devices}, "
-                f"which must be a power of two up to {most}"
-            )
+        self._check_ids(batches)
+        params = _by_device(self._mesh, self._gather(state.params))
+        runs = aligned_runs(batches, num_shares=self._mesh.size)
+        sums = [SubtreeSums(self._add) for _ in params]
+        logprobs, entropy = (
+            np.zeros((len(batches), len(batches[0].ids)), np.float32) for _ in "ab"
+        )
+        values: list[tuple[SequenceRun, Any]] = []
+        for turn in itertools.zip_longest(*runs):  # so that devices work side by side
+            for own, fixed, total, run in zip(params, self._fixed, sums, turn, strict=True):
+                if run is not None:
+                    batch = jax.device_put(run.batch, fixed[0][0].sharding)
+                    gradient, found = self._gradient(own, fixed, batch)
+                    total.add(gradient, size=run.size)
+                    values.append((run, found))
+        for run, found in values:
+            for rows, of_run in zip((logprobs, entropy), found, strict=True):
+                rows[run.source, run.rows] = np.asarray(of_run)[run.places]
+        totals = [
+            jax.tree.map(jnp.zeros_like, self._used(own)) if total.is_empty else total.total()
+            for own, total in zip(params, sums, strict=True)
+        ]
+        state, norm = self._updated(state, self._reduce(self._stacked(totals)))
+        output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
+        return state, output
+
+    def _check_ids(self, batches: list[Batch]) -> None:
         vocab_size = self._model.config.vocab_size
         for i, batch in enumerate(batches):
             ids = np.concatenate([np.asarray(batch.ids), np.asarray(batch.targets)])
@@ -216,22 +246,19 @@ class Trainer:
                     f"microbatch {i} has token ids from {ids.min()} to {ids.max()}; the model's "
                     f"vocabulary is 0 to {vocab_size - 1}"
                 )
-        params = _by_device(self._mesh, self._gather(state.params))
-        share = len(batches) // num_devices
-        sums = [SubtreeSums(self._add, leaf_len=len(batches) // leaves) for _ in params]
-        values = {}
-        for i in range(share):  # devices in the inner loop, so that they work side by side
-            for device, (own, fixed) in enumerate(zip(params, self._fixed, strict=True)):
-                batch = batches[device * share + i]
-                gradient, values[device * share + i] = self._gradient(own, fixed, batch)
-                sums[device].add(gradient)
-        total = self._reduce(self._stacked([one.total() for one in sums]))
-        state, norm = self._updated(state, total)
-        logprobs, entropy = zip(*(values[i] for i in range(len(batches))), strict=True)
-        output = StepOutput(
-            logprobs=np.stack(logprobs), entropy=np.stack(entropy), gradient_norm=float(norm)
-        )
-        return state, output
+
+    def _used(self, params: dict) -> dict:
+        """Masters by use: a tied table is used twice, and each use has its own sum over tokens."""
+        if self._lora is None and self._model.config.tie_word_embeddings:
+            return params | {"lm_head": params["embed"]}
+        return params
+
+    def _tied(self, total: dict) -> dict:
+        """The gradient of masters, of that of their uses: two uses are added once, at the end."""
+        if self._lora is None and self._model.config.tie_word_embeddings:
+            total = dict(total)
+            return total | {"embed": total["embed"] + total.pop("lm_head")}
+        return total
 
     def _local_gather(self, params: dict) -> dict:
         """Gather whole arrays on every device, by copies only."""
@@ -257,15 +284,17 @@ class Trainer:
             return total + self._balance_weight * balance, values
 
         if self._balance_weight:
-            return jax.grad(balanced_loss, has_aux=True)(params)
+            return jax.grad(balanced_loss, has_aux=True)(self._used(params))
 
         def loss(params):
             if lora is not None:
                 params = with_adapter(frozen, params, lora)
-            values = token_logprobs(ctx, params, tables, batch, remat=self._remat)
+            values = token_logprobs(
+                ctx, params, tables, batch, remat=self._remat, backward=self._backward
+            )
             return -jnp.sum(batch.weights * values[0]), values
 
-        return jax.grad(loss, has_aux=True)(params)
+        return jax.grad(loss, has_aux=True)(self._used(params))
 
     def _local_reduce(self, gradients: dict) -> dict:
         """Add the levels of the tree above the devices, neighbours first."""
@@ -282,7 +311,8 @@ class Trainer:
 
     def _updated(self, state: TrainState, total: dict) -> tuple[TrainState, jax.Array]:
         """Update every device's share from the whole gradient."""
-        totals, states = _by_device(self._mesh, total), _by_device(self._mesh, state)
+        totals = [self._tie(one) for one in _by_device(self._mesh, total)]
+        states = _by_device(self._mesh, state)
         norm = self._norm(totals[0])
         parts = []
         for rank, device in enumerate(self._mesh.devices.flat):
@@ -302,10 +332,9 @@ class Trainer:
             return lax.dynamic_slice_in_dim(whole, start, size, axis) * scale
 
         gradient = jax.tree.map(own_part, total, state.params, self.specs.params)
-        # WHY: optax 0.2.8 relies on implicit promotion, which detjax's tests forbid.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+        opt_state, params = update_in_blocks(
+            self._optimizer, gradient, state.opt_state, state.params, backend=self._model.backend
+        )
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1)
 
     def _stacked(self, gradients: list[dict]) -> dict:
@@ -333,29 +362,30 @@ class Trainer:
 
 
 class SubtreeSums:
-    """Adds gradients as they come: a leaf left to right, then leaves as a perfect binary tree."""
+    """Adds subtrees as they come, in order, each a power of two of sequences: a binary counter."""
 
-    def __init__(self, add: Callable[[Any, Any], Any], *, leaf_len: int):
-        """`add(left, right)` may destroy `left`; a leaf is `leaf_len` gradients."""
-        self._add, self._leaf_len = add, leaf_len
-        self._leaf, self._in_leaf = None, 0
-        self._subtrees: list[tuple[int, Any]] = []  # (leaves, sum), largest first
+    def __init__(self, add: Callable[[Any, Any], Any]):
+        """`add(left, right)` may destroy `left`."""
+        self._add = add
+        self._subtrees: list[tuple[int, Any]] = []  # (size, sum), largest first
 
-    def add(self, gradient: Any) -> None:
-        """Take the next gradient."""
-        self._leaf = gradient if self._in_leaf == 0 else self._add(self._leaf, gradient)
-        self._in_leaf += 1
-        if self._in_leaf < self._leaf_len:
-            return
-        size, total, self._in_leaf = 1, self._leaf, 0
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._subtrees
+
+    def add(self, gradient: Any, *, size: int) -> None:
+        """Take the next subtree; all before it are a multiple of its size."""
         while self._subtrees and self._subtrees[-1][0] == size:
-            total = self._add(self._subtrees.pop()[1], total)
+            gradient = self._add(self._subtrees.pop()[1], gradient)
             size *= 2
-        self._subtrees.append((size, total))
+        self._subtrees.append((size, gradient))
 
     def total(self) -> Any:
-        """The sum of a power of two of leaves."""
-        ((_, total),) = self._subtrees
+        """The sum; subtrees that are not there are left out."""
+        (_, total) = self._subtrees.pop()
+        while self._subtrees:
+            total = self._add(self._subtrees.pop()[1], total)
         return total
 
 
@@ -387,8 +417,3 @@ def _by_device(mesh: Mesh, tree: Any) -> list[Any]:
         jax.tree.unflatten(structure, [shards[device] for shards in by_device])
         for device in mesh.devices.flat
     ]
-
-
-def _global_norm(gradients: dict) -> Float32[Array, ""]:
-    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)]
-    return jnp.sqrt(jnp.sum(jnp.stack(squares)))

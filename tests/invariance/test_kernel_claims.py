@@ -28,6 +28,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.geglu.api import geglu
+from detjax.pallas_kernels.gradients.api import attention_gradient, token_sum
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     combine_norm_linear,
@@ -1007,6 +1008,111 @@ def test_control_split_length_changes_attention():
         )  # fmt: skip
 
     assert count_different_bits(attend(512), attend(128)) > 0
+
+
+def _sequences(num_heads: int, width: int, lengths: tuple[int, ...], seed: int) -> jax.Array:
+    """[B, heads, 128, width], zeros from the end of each sequence on."""
+    rows = bf16(np.random.default_rng(seed), len(lengths), num_heads, 128, width)
+    is_real = jnp.arange(128)[None, :] < jnp.asarray(lengths)[:, None]
+    return jnp.where(is_real[:, None, :, None], rows, jnp.zeros_like(rows))
+
+
+LENGTHS = (70, 5, 128, 64)
+
+
+def _token_sum(a, b, lengths):
+    return token_sum(a, b, lengths, **ON)
+
+
+def _token_rows() -> tuple:
+    a, b = (_sequences(1, width, LENGTHS, seed)[:, 0] for width, seed in ((70, 1), (130, 2)))
+    return a, b, jnp.asarray(LENGTHS, jnp.int32)
+
+
+@pytest.mark.invariance
+def test_token_sum_is_bitwise_run_invariant():
+    rows = _token_rows()
+    again = _run(_token_sum, rows, program="run_again")
+    assert_bitwise_equal(again, _run(_token_sum, rows), claim="compiled again, same bits")
+
+
+@pytest.mark.invariance
+def test_token_sum_is_bitwise_batch_invariant():
+    """Of sequences in any cut; in another order it is another sum, and so is XLA's of a cut."""
+    rows = _token_rows()
+    whole = np.asarray(_token_sum(*rows))
+    one = [np.asarray(_token_sum(*(x[i : i + 1] for x in rows))) for i in range(4)]
+    assert_bitwise_equal((one[0] + one[1]) + (one[2] + one[3]), whole, claim="one by one")
+    half = np.asarray(_token_sum(*(x[:2] for x in rows)))
+    assert_bitwise_equal(half + (one[2] + one[3]), whole, claim="two and two")
+    longer = tuple(jnp.pad(x, ((0, 0), (0, 128), (0, 0))) for x in rows[:2])
+    assert_bitwise_equal(_token_sum(*longer, rows[2]), whole, claim="padded to more leaves")
+    want = np.einsum("btx,bty->xy", *(np.asarray(x, np.float64) for x in rows[:2]))
+    magnitude = np.einsum("btx,bty->xy", *(np.abs(np.asarray(x, np.float64)) for x in rows[:2]))
+    # Tolerance: 267 float32 additions at most, each off by 2**-24 of the magnitudes.
+    assert (np.abs(whole - want) <= 267 * 2.0**-24 * magnitude).all()
+    turned = np.asarray(_token_sum(*(x[jnp.asarray([0, 2, 1, 3])] for x in rows)))
+    assert count_different_bits(turned, whole) > 0
+    plain = jax.jit(lambda a, b: jnp.einsum("btx,bty->xy", a, b, precision="highest"))
+    f32s = [x.astype(jnp.float32) for x in rows[:2]]
+    cut = plain(*(x[:2] for x in f32s)) + plain(*(x[2:] for x in f32s))
+    assert count_different_bits(np.asarray(cut), np.asarray(plain(*f32s))) > 0
+
+
+def test_token_sum_refuses_what_has_no_tree():
+    a, b, lengths = _token_rows()
+    with pytest.raises(ValueError, match="must be a power of two of sequences"):
+        token_sum(a[:3], b[:3], lengths[:3], **ON)
+
+
+def _attention_gradient(q, k, v, out, of_out, lengths):
+    found = attention_gradient(q, k, v, out, of_out, lengths, window=40, **ON)
+    return jnp.concatenate(found, axis=1)
+
+
+def _attention_rows() -> tuple:
+    """Four query heads and two key heads of 16 channels."""
+    heads = [_sequences(count, C, LENGTHS, seed) for seed, count in enumerate((4, 2, 2, 4, 4))]
+    return *heads, jnp.asarray(LENGTHS, jnp.int32)
+
+
+@pytest.mark.invariance
+def test_attention_gradient_is_bitwise_run_invariant():
+    rows = _attention_rows()
+    again = _run(_attention_gradient, rows, program="run_again")
+    assert_bitwise_equal(again, _run(_attention_gradient, rows), claim="compiled again, same bits")
+
+
+@pytest.mark.invariance
+def test_attention_gradient_is_bitwise_batch_invariant():
+    """Each sequence alone, in one leaf where it fits; the control is XLA's derivative."""
+    rows = _attention_rows()
+    whole = np.asarray(_attention_gradient(*rows))
+    for i, length in enumerate(LENGTHS):
+        padded = 64 if length <= 64 else 128
+        alone = [x[i : i + 1, :, :padded] for x in rows[:5]]
+        got = _attention_gradient(*alone, rows[5][i : i + 1])
+        assert_bitwise_equal(got, whole[i : i + 1, :, :padded], claim=f"sequence {i} alone")
+
+    @jax.jit
+    def plain(q, k, v, of_out):
+        def formula(q, k, v):
+            k, v = (jnp.repeat(x, 2, axis=1) for x in (k, v))
+            scores = jnp.einsum("bhtc,bhsc->bhts", q, k, precision="highest") / C**0.5
+            back = jnp.arange(128)[:, None] - jnp.arange(128)[None, :]
+            is_seen = ((back >= 0) & (back < 40))[None, None]
+            weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+            return jnp.einsum("bhts,bhsc->bhtc", weights, v, precision="highest")
+
+        out, pull = jax.vjp(formula, q, k, v)
+        return out, jnp.concatenate(pull(of_out), axis=1)
+
+    q, k, v, _, of_out = (x.astype(jnp.float32) for x in rows[:5])
+    out, want = plain(q, k, v, of_out)
+    got = _attention_gradient(q, k, v, out, of_out, rows[5])
+    # Tolerance: sums of at most 128 rounded terms, through three products: some 1e-6.
+    assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+    assert count_different_bits(np.asarray(got), np.asarray(want)) > 0
 
 
 def _public_claims():

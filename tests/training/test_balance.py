@@ -12,6 +12,7 @@ from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.training.batch import Layout, pack
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
+from detjax.training.gradients import Backward
 from detjax.training.trainer import Trainer
 from detjax.training.weights import master_params
 
@@ -79,7 +80,7 @@ def test_training_on_the_balance_alone_lowers_it(model_named, weighted):
     for weight in (1.0, 0.0):
         trainer = Trainer(
             model, optax.sgd(1e-3), mesh=make_mesh(1, 1), clip_norm=float("inf"),
-            balance_weight=weight,
+            balance_weight=weight, backward=Backward.XLA,
         )  # fmt: skip
         state = trainer.init()
         for _ in range(3):

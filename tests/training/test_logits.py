@@ -9,6 +9,7 @@ import pytest
 from detjax.models.layers import ForwardContext
 from detjax.testing import assert_bitwise_equal
 from detjax.training import operations as ops
+from detjax.training.gradients import XlaSums
 from detjax.training.logits import logits_lse, token_logits
 
 
@@ -24,7 +25,7 @@ def test_a_logit_less_the_lse_is_the_log_probability(model_named):
     weights = jnp.asarray(rng.standard_normal(21), jnp.float32)
 
     def of_operation(hidden, head):
-        logprobs = ops.token_logprobs(ctx, hidden, head, targets)[0]
+        logprobs = ops.token_logprobs(ctx, XlaSums(), hidden, head, targets)[0]
         return jnp.sum(weights * logprobs), logprobs
 
     def of_arrays(hidden, head):

@@ -125,6 +125,8 @@ def test_gradients_of_an_adapter_are_those_of_the_formula(
         assert np.linalg.norm(b) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.invariance
 def test_a_step_changes_the_adapter_alone_and_is_mesh_invariant(model_named, weighted):
     model, rows = model_named("tied"), weighted(9, 12, 7, 15)
     batches = [pack([row], length=14) for row in rows]

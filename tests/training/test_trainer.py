@@ -10,11 +10,11 @@ import optax
 import pytest
 
 from detjax.parallel.mesh import make_mesh
-from detjax.testing import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.batch import Scored, pack
 from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
-from detjax.training.trainer import SubtreeSums, Trainer, TrainState, batch_leaves
+from detjax.training.trainer import Trainer, TrainState
 
 FACTS_OF_RUN = {"fingerprint": "abc", "seed": 1}
 
@@ -134,22 +134,18 @@ def test_long_gradients_are_scaled_to_the_clip_norm(batches):
     assert np.sqrt(sum(jax.tree.leaves(moved))) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_sums_are_a_tree_of_runs():
-    sums = SubtreeSums(lambda a, b: f"({a}+{b})", leaf_len=2)
-    for i in range(8):
-        sums.add(str(i))
-    assert sums.total() == "(((0+1)+(2+3))+((4+5)+(6+7)))"
-    one = SubtreeSums(lambda a, b: f"({a}+{b})", leaf_len=3)
-    for i in range(3):
-        one.add(str(i))
-    assert one.total() == "((0+1)+2)"
-    assert [batch_leaves(n, 8) for n in (1, 2, 3, 6, 8, 12, 16, 48)] == [1, 2, 1, 2, 8, 4, 8, 8]
-    assert_order_sensitive(np.asarray([[1e8, 1.0, -1e8, 1.0]], np.float32))
-
-
 def test_bad_input_is_refused_by_name(batches):
-    with pytest.raises(ValueError, match="3 microbatches are 1 leaves"):
-        trainer(1, 2).step(trainer(1, 2).init(), batches[:3])
+    model = dummy_model(dummy_config(num_layers=1))
+    with pytest.raises(ValueError, match=r"keeps arrays of shape \[\(1,\), \(3,\), \(5,\)\]"):
+        Trainer(
+            model, optax.adafactor(1e-2, min_dim_size_to_factor=1),
+            mesh=make_mesh(1, 1), clip_norm=1.0,
+        )  # fmt: skip
+    experts = dummy_model(dummy_config(num_layers=1, experts=(8, 3)))
+    with pytest.raises(ValueError, match="experts has no canonical backward pass"):
+        Trainer(experts, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
+    with pytest.raises(ValueError, match="3 devices must be a power of two"):
+        Trainer(model, optax.sgd(1.0), mesh=make_mesh(3, 1), clip_norm=1.0)
     unknown = pack([Scored(token_ids=(1, 320), weights=(0.0, 1.0))], length=20)
     with pytest.raises(ValueError, match="microbatch 1 has token ids from 0 to 320"):
         trainer().step(trainer().init(), [batches[0], unknown])

@@ -111,23 +111,22 @@ def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
-        NotImplementedError: If rows are not bfloat16, or have other scales than of their own peaks.
+        NotImplementedError: If rows are not bfloat16, or their scales are not their own peaks'.
     """
-    if coding.scale is not None or coding.group_len or coding.bound:
+    if coding.group_len or coding.bound or coding.scale is not None:
         raise NotImplementedError(
-            "the reference backend quantises a row by its own peak, without groups, bounds or "
-            "scales that are given; use portable or sm90"
+            "the reference backend quantises a whole row by its own peak, not by groups, with a "
+            "bound or with the checkpoint's scale; use portable"
         )
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"the reference backend quantises bfloat16, not {x.dtype}; use portable"
         )
-    dtype = coding.dtype
     out = [
-        jax.ShapeDtypeStruct(x.shape, dtype),
+        jax.ShapeDtypeStruct(x.shape, coding.dtype),
         jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
     ]
-    values, scales = call("quantize_rows", out, x, largest=np.float32(LARGEST[dtype.name]))
+    values, scales = call("quantize_rows", out, x, largest=np.float32(LARGEST[coding.dtype.name]))
     return QuantizedRows(values=values, scales=scales)
 
 

@@ -30,8 +30,8 @@ def expert_mlp(
     """See `api.expert_mlp`.
 
     Raises:
-        NotImplementedError: For biases and a clamp, another dtype than bfloat16, or widths that are
-            no multiple of 16.
+        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16,
+            or if experts have biases and a clamp.
     """
     del num_ranks  # changes no bit
     if extras is not None:
@@ -72,15 +72,20 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x, logits, w_gate_up, w_down, *,
-    top_k: int, renormalise: bool, extras: ClampedExperts | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    *,
+    top_k: int,
+    renormalise: bool,
+    extras: ClampedExperts | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
         logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras)
-    return y, weights
+    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras), weights
 
 
 def combine_experts_norm_linear(
@@ -96,7 +101,6 @@ def route_mlp_add_rms_norm(
     top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    y, weights = route_mlp(
-        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
-    )
+    options = {"top_k": top_k, "renormalise": renormalise, "extras": extras}
+    y, weights = route_mlp(x, logits, w_gate_up, w_down, **options)
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over tokens in a backward pass: of weights as a tree over leaves, of attention in order.
+
+Tokens are in sequences of T rows each, T a power of two of leaves of `TOKEN_LEAF`. Rows from a
+sequence's end on are zeros. They change no bit, so T is free.
+"""
+
+import functools
+import operator
+
+import jax.numpy as jnp
+
+from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
+from detjax.pallas_kernels.kernel_table import KERNELS
+
+
+def token_sum(
+    a: Activation[Array, "B T X"],
+    b: Activation[Array, "B T Y"],
+    lengths: Int32[Array, " B"],
+    *,
+    backend: Backend,
+) -> Float32[Array, "X Y"]:
+    """Multiply two rows of each token, and add all tokens: the gradient of a weight matrix.
+
+    `out[x, y] = tree(sum_{t in leaf}(a[t, x] * b[t, y]) for leaf in the leaves of all sequences)`
+
+    Args:
+        a: Rows of the one factor.
+        b: Of the other.
+        lengths: Rows of each sequence that are not zeros.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If B or the number of leaves of a sequence is no power of two.
+
+    Numerics:
+        A leaf is summed in order from zero, 16 tokens at a time, in float32. Leaves are added as
+        the perfect binary tree ((l0 + l1) + (l2 + l3)) + ..., those of a sequence first. No sum is
+        -0, so leaves of zeros change no bit. The tree of B sequences is a subtree of that of more.
+        Claims: run-invariant, batch-invariant. Bits depend on (dtypes, build).
+    """
+    leaves, rest = divmod(a.shape[1], TOKEN_LEAF)
+    if rest or not _is_power(leaves) or not _is_power(a.shape[0]):
+        raise ValueError(
+            f"{a.shape=} must be a power of two of sequences, each a power of two of leaves of "
+            f"{TOKEN_LEAF} rows"
+        )
+    return KERNELS[backend].token_sum(a, b, lengths)
+
+
+def _is_power(count: int) -> bool:
+    return count > 0 and count & (count - 1) == 0
+
+
+def attention_gradient(
+    q: Activation[Array, "B H T C"],
+    k: Activation[Array, "B K T C"],
+    v: Activation[Array, "B K T C"],
+    out: Activation[Array, "B H T C"],
+    of_out: Activation[Array, "B H T C"],
+    lengths: Int32[Array, " B"],
+    *,
+    window: int | None,
+    backend: Backend,
+) -> tuple[Float32[Array, "B H T C"], Float32[Array, "B K T C"], Float32[Array, "B K T C"]]:
+    """The cotangents of queries, keys and values of causal attention within each sequence.
+
+    `s = q k / sqrt(C)`, `p = exp(s - lse)`, `ds = round(p (of_out v - sum(of_out * out)))`;
+    `of_q = sum_j(ds k[j]) / sqrt(C)`, `of_k = sum_i(ds q[i]) / sqrt(C)`,
+    `of_v = sum_i(round(p) of_out[i])`
+
+    Args:
+        q: Rotated queries.
+        k: Rotated keys.
+        v: Values.
+        out: Results of the attention.
+        of_out: Their cotangents.
+        lengths: Tokens of each sequence.
+        window: How many tokens back a query sees, itself included; None sees all.
+        backend: Which implementation runs.
+
+    Numerics:
+        Scores are computed again. Sums over keys and over queries run in order of position, from
+        zero, in float32; zeros behind a sequence's end change no bit. The query heads of one
+        key/value head are added left to right.
+        Claims: run-invariant, batch-invariant. Bits depend on (C, dtypes, build).
+
+    Reference:
+        Dao 2023, arXiv:2307.08691, algorithm 2. There dQ is added atomically.
+    """
+    of_q, of_k, of_v = KERNELS[backend].attention_gradient(
+        q, k, v, out, of_out, lengths, window=window
+    )
+    shape = (*k.shape[:2], -1, *k.shape[2:])
+
+    def over_group(of_heads):
+        # ORDER: ((h0 + h1) + h2) + ..., additions only, of arrays in memory.
+        heads = jnp.moveaxis(of_heads.reshape(shape), 2, 0)
+        return functools.reduce(operator.add, list(heads))
+
+    return of_q, over_group(of_k), over_group(of_v)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over tokens in blocks of one shape."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.fixed_blocks import pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF, TOKEN_STEP
+
+BLOCK = (64, 128)
+"""Rows and columns of a block of a weight matrix's gradient."""
+
+
+def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
+    """One fixed-shape product of the backend, in float32."""
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    wide = a.astype(jnp.float32), b.astype(jnp.float32)
+    return lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST)
+
+
+@jax.jit
+def token_sum(a, b, lengths) -> jax.Array:
+    """See `api.token_sum`."""
+    batch, length, num_x = a.shape
+    num_y, per_sequence = b.shape[2], length // TOKEN_LEAF
+    num_leaves = batch * per_sequence
+    a = pad_axis(a.reshape(batch * length, num_x), 1, BLOCK[0])
+    b = pad_axis(b.reshape(batch * length, num_y), 1, BLOCK[1])
+
+    def body(a_ref, b_ref, lengths_ref, out_ref):
+        columns = [pl.ds(pl.program_id(i) * size, size) for i, size in enumerate(BLOCK)]
+
+        def leaf_sum(leaf):
+            def add_step(step, total):
+                rows = pl.ds(leaf * TOKEN_LEAF + step * TOKEN_STEP, TOKEN_STEP)
+                return total + _dot(a_ref[rows, columns[0]], b_ref[rows, columns[1]], 0, 0)
+
+            # Steps of zeros would change no bit.
+            first = leaf % per_sequence * TOKEN_LEAF
+            real = jnp.clip(lengths_ref[leaf // per_sequence] - first, 0, TOKEN_LEAF)
+            steps = (real + TOKEN_STEP - 1) // TOKEN_STEP
+            return lax.fori_loop(0, steps, add_step, jnp.zeros(BLOCK, jnp.float32))
+
+        def add_leaf(leaf, subtrees):
+            """# ORDER: a binary counter: equal subtrees are added, the earlier one first."""
+
+            def add(state):
+                level, total = state
+                return level + 1, subtrees[level] + total
+
+            def is_pair(state):
+                return (leaf >> state[0]) & 1 == 1
+
+            level, total = lax.while_loop(is_pair, add, (jnp.int32(0), leaf_sum(leaf)))
+            return lax.dynamic_update_index_in_dim(subtrees, total, level, 0)
+
+        levels = num_leaves.bit_length()
+        empty = jnp.zeros((levels, *BLOCK), jnp.float32)
+        out_ref[...] = lax.fori_loop(0, num_leaves, add_leaf, empty)[levels - 1]
+
+    out = run_blocks(
+        body,
+        a,
+        b,
+        lengths,
+        name="token_sum",
+        grid=(a.shape[1] // BLOCK[0], b.shape[1] // BLOCK[1]),
+        out_shape=jax.ShapeDtypeStruct((a.shape[1], b.shape[1]), jnp.float32),
+        out_specs=pl.BlockSpec(BLOCK, lambda x, y: (x, y)),
+    )
+    return out[:num_x, :num_y]
+
+
+@partial(jax.jit, static_argnames=("window",))
+def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
+    """See `api.attention_gradient`; keys and values have a result for each query head."""
+    batch, num_heads, num_rows, channels = q.shape
+    # SHAPE: two blocks at least; of one the compiler knows the index.
+    length = max(num_rows, 2 * TOKEN_LEAF)
+    by_head = [
+        pad_axis(x.reshape(-1, num_rows, channels), 1, length) for x in (q, k, v, out, of_out)
+    ]
+    body = _attention_body(
+        num_heads=num_heads, group=num_heads // k.shape[1], window=window or length, dtype=q.dtype
+    )
+    found = run_blocks(
+        body,
+        *by_head,
+        lengths,
+        name="attention_gradient",
+        grid=(batch * num_heads,),
+        out_shape=[jax.ShapeDtypeStruct(by_head[0].shape, jnp.float32)] * 3,
+        out_specs=[pl.BlockSpec((1, length, channels), lambda head: (head, 0, 0))] * 3,
+    )
+    return tuple(x[:, :num_rows].reshape(q.shape) for x in found)
+
+
+def _attention_body(*, num_heads: int, group: int, window: int, dtype: jnp.dtype):
+    """The gradient of one query head of one sequence.
+
+    # ORDER: blocks of `TOKEN_LEAF` positions left to right; inside a block, fixed-shape products
+    # and row sums.
+    """
+
+    def body(q_ref, k_ref, v_ref, out_ref, of_out_ref, lengths_ref, *results):
+        head = pl.program_id(0)
+        num_blocks = (lengths_ref[head // num_heads] + TOKEN_LEAF - 1) // TOKEN_LEAF
+        scale = float(np.float32(q_ref.shape[2] ** -0.5))
+
+        def block(ref, head, i):
+            return ref[head, pl.ds(i * TOKEN_LEAF, TOKEN_LEAF), :].astype(jnp.float32)
+
+        def scores(q, i, j):
+            place = lax.broadcasted_iota(jnp.int32, (TOKEN_LEAF, TOKEN_LEAF), 0)
+            back = (i - j) * TOKEN_LEAF + place - place.T
+            s = _dot(q, block(k_ref, head // group, j), 1, 1) * scale
+            return jnp.where((back >= 0) & (back < window), s, -jnp.inf)
+
+        def log_sum_exp(q, i):
+            def largest(j, m):
+                return jnp.maximum(m, jnp.max(scores(q, i, j), axis=1, keepdims=True))
+
+            def weigh(j, total):
+                return total + jnp.sum(jnp.exp(scores(q, i, j) - m), axis=1, keepdims=True)
+
+            column = jnp.zeros((TOKEN_LEAF, 1), jnp.float32)
+            m = lax.fori_loop(0, i + 1, largest, column - jnp.inf)
+            return m + jnp.log(lax.fori_loop(0, i + 1, weigh, column))
+
+        def query_block(i, _):
+            q, of_row = block(q_ref, head, i), block(of_out_ref, head, i)
+            lse = log_sum_exp(q, i)
+            delta = jnp.sum(of_row * block(out_ref, head, i), axis=1, keepdims=True)
+
+            def key_block(j, _):
+                keys, values = (block(ref, head // group, j) for ref in (k_ref, v_ref))
+                p = jnp.exp(scores(q, i, j) - lse)
+                # ROUND: weights and cotangents of scores to the compute dtype, for the products.
+                ds = round_to(p * (_dot(of_row, values, 1, 1) - delta), dtype)
+                of_v = _dot(round_to(p, dtype), of_row, 0, 0)
+                parts = _dot(ds, keys, 1, 0), _dot(ds, q, 0, 0), of_v
+                for ref, part, place in zip(results, parts, (i, j, j), strict=True):
+                    rows = pl.ds(place * TOKEN_LEAF, TOKEN_LEAF)
+                    ref[0, rows, :] = ref[0, rows, :] + part
+
+            lax.fori_loop(0, i + 1, key_block, None)
+
+        for ref in results:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        lax.fori_loop(0, num_blocks, query_block, None)
+        for ref in results[:2]:
+            ref[...] = ref[...] * scale
+
+    return body

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of attention with rotary embedding and the norms of queries and keys."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from detjax.array_types import Activation, Array, Float32
+from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels.gradients.api import attention_gradient
+from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
+from detjax.training.formulas import plain_attention, rotated_heads
+from detjax.training.gradients import CanonicalSums, GradientSums
+
+MAX_SCORES = 2**26
+"""Scores that exist at the same time in XLA's backward pass, or those of one sequence."""
+
+Gains = tuple[Float32[Array, " C"], Float32[Array, " C"]] | None
+
+
+class SelfAttention(NamedTuple):
+    """The arguments of `operations.self_attention`.
+
+    Attributes:
+        qkv: Heads, [B, T, J, C].
+        gains: Of the norms of queries and keys, or None.
+        cos: [T, half].
+        sin: [T, half].
+        positions: int32 [B, T]; -1 from a sequence's end on.
+    """
+
+    qkv: Any
+    gains: Any
+    cos: Any
+    sin: Any
+    positions: Any
+
+
+def attention_gradients(
+    ctx: ForwardContext,
+    sums: GradientSums,
+    given: SelfAttention,
+    out: Activation[Array, "B T H C"],
+    of_out: Activation[Array, "B T H C"],
+    *,
+    window: int | None,
+) -> tuple[Activation[Array, "B T J C"], Gains]:
+    """Cotangents of heads and of gains."""
+    qkv, gains, cos, sin, positions = given
+    rotate = partial(rotated_heads, num_heads=ctx.config.num_heads, eps=ctx.config.rms_norm_eps)
+    if isinstance(sums, CanonicalSums):
+        return _canonical(ctx, sums, rotate, given, out, of_out, window)
+
+    batch, length = positions.shape
+
+    def formula(qkv, gains):
+        # Padding comes after its sequence, so no token before it sees it.
+        @jax.checkpoint
+        def one(qkv):
+            heads = rotate(qkv, cos, sin, gains)
+            return plain_attention(heads, num_heads=ctx.config.num_heads, window=window)
+
+        at_once = max(MAX_SCORES // (ctx.config.num_heads * length**2), 1)
+        return lax.map(one, qkv, batch_size=min(at_once, batch))
+
+    return jax.vjp(formula, qkv, gains)[1](of_out)
+
+
+def _canonical(
+    ctx: ForwardContext,
+    sums: CanonicalSums,
+    rotate: Callable,
+    given: SelfAttention,
+    out: jax.Array,
+    of_out: jax.Array,
+    window: int | None,
+) -> tuple[jax.Array, Gains]:
+    """Rotate again, in leaves; then each sequence and head by itself; then rotate back."""
+    (qkv, gains, cos, sin, _), own = given, sums.leaves
+    batch, length = qkv.shape[:2]
+    num_heads = ctx.config.num_heads
+    num_kv = (qkv.shape[2] - num_heads) // 2
+
+    def padded(x: jax.Array) -> jax.Array:
+        """[B, T, ...] of whole leaves, and of a power of two of sequences."""
+        widths = [(0, own.batch - batch), (0, own.length - length)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, widths)
+
+    def in_leaves(x: jax.Array) -> jax.Array:
+        return padded(x).reshape(-1, TOKEN_LEAF, *x.shape[2:])
+
+    def by_head(x: jax.Array) -> jax.Array:
+        return x.reshape(own.batch, own.length, *x.shape[-2:]).swapaxes(1, 2)
+
+    # The angles of a leaf are rows of it, whose cotangents nobody reads.
+    angles = [jnp.broadcast_to(x, (batch, *x.shape)) for x in (cos, sin)]
+    rows = tuple(in_leaves(x) for x in (qkv, *angles))
+    heads = by_head(sums.by_leaf(lambda *rows: rotate(*rows, gains), *rows))
+    q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
+    of_heads = attention_gradient(
+        q, k, v, by_head(padded(out)), by_head(padded(of_out)),
+        own.lengths, window=window, backend=sums.backend,
+    )  # fmt: skip
+    # ROUND: once, to the activations' dtype.
+    of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
+    cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
+    of_rows, (of_gains,) = sums.of_leaves(rotate, rows, (gains,), cotangent)
+    of_qkv = of_rows[0].reshape(own.batch, own.length, *qkv.shape[2:])
+    return of_qkv[:batch, :length], of_gains

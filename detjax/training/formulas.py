@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain formulas of operations, whose derivatives a backward pass takes."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def plain_rms_norm(x, gain, eps: float):
+    """The formula of `rms_norm`, rows of x with a gain each."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(mean_square + eps) * gain).astype(x.dtype)
+
+
+def plain_swiglu(gate_up):
+    """The formula of `swiglu`."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def plain_rope(x, cos, sin):
+    """Rotate [T, H, C] by tables [T, half]."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rotated_heads(qkv, cos, sin, gains, *, num_heads: int, eps: float):
+    """Normalise, if there are gains, and rotate queries and keys of heads [T, H + 2 K, C]."""
+    num_kv = (qkv.shape[1] - num_heads) // 2
+    q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
+    if gains is not None:
+        q, k = (plain_rms_norm(x, g[None, None], eps) for x, g in zip((q, k), gains, strict=True))
+    return jnp.concatenate([plain_rope(q, cos, sin), plain_rope(k, cos, sin), v], axis=1)
+
+
+def plain_attention(heads, *, num_heads: int, window: int | None):
+    """Causal self-attention of one sequence: rotated heads [T, H + 2 K, C] to [T, H, C]."""
+    length, num_all, channels = heads.shape
+    num_kv = (num_all - num_heads) // 2
+    q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
+    q = q.reshape(length, num_kv, -1, channels)
+    scores = jnp.einsum(
+        "TKGC,SKC->KGTS", q, k, precision="highest", preferred_element_type=jnp.float32
+    )
+    back = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    is_seen = (back >= 0) & (back < (window or length))
+    weights = jax.nn.softmax(
+        jnp.where(is_seen[None, None], scores * channels**-0.5, -jnp.inf), axis=-1
+    )
+    out = jnp.einsum(
+        "KGTS,SKC->TKGC",
+        weights.astype(v.dtype),
+        v,
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(heads.dtype).reshape(length, num_heads, channels)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates do not depend on how a step's sequences are cut: into microbatches, devices, restarts."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training.batch import Layout, Scored, aligned_runs, pack
+from detjax.training.checkpoint import restore_state, save_state
+from detjax.training.gradients import Backward
+from detjax.training.lora import LoraConfig
+from detjax.training.trainer import SubtreeSums, Trainer, TrainState
+
+LENGTH = 70
+"""More than a leaf of tokens."""
+
+FACTS = {"fingerprint": "abc"}
+
+
+@cache
+def trainer(
+    dp: int = 1, tp: int = 1, *, is_tied: bool = True, backward: Backward = Backward.CANONICAL,
+    remat: bool = False, lora: LoraConfig | None = None,
+) -> Trainer:  # fmt: skip
+    config = dummy_config(num_layers=1, num_heads=4, qk_norm=True, qkv_bias=True, o_bias=True)
+    model = dummy_model(dataclasses.replace(config, tie_word_embeddings=is_tied))
+    return Trainer(
+        model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
+        remat=remat, backward=backward, lora=lora,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sequences(weighted) -> list[Scored]:
+    """Eleven, which is no power of two; one is longer than a leaf."""
+    return weighted(5, 71, 9, 12, 30, 7, 16, 8, 21, 6, 13)
+
+
+def cut(sequences: Sequence[Scored], size: int, *, layout: Layout = Layout.PADDED):
+    """Microbatches of `size`; the last has room for as many."""
+    num_rows = None if layout is Layout.PADDED else size * LENGTH
+    return [
+        pack(sequences[i : i + size], length=LENGTH, num_sequences=size, layout=layout,
+             num_rows=num_rows)
+        for i in range(0, len(sequences), size)
+    ]  # fmt: skip
+
+
+def updated(of: Trainer, batches, *, updates: int = 1, state: TrainState | None = None):
+    state, output = of.step(of.init() if state is None else state, batches)
+    for _ in range(updates - 1):
+        state, output = of.step(state, batches)
+    return state, output
+
+
+def assert_same(found: TrainState, expected: TrainState, claim: str) -> None:
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert_bitwise_equal(a, b, claim=f"{claim}: {jax.tree_util.keystr(path)}")
+
+
+def num_different(found: TrainState, expected: TrainState) -> int:
+    pair = jax.device_get(found.params), jax.device_get(expected.params)
+    return sum(jax.tree.leaves(jax.tree.map(count_different_bits, *pair)))
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_an_update_is_bitwise_batch_invariant_and_another_order_of_sequences_is_another(sequences):
+    """Two programs: microbatches of four and of one. The probe is the list in another order."""
+    few = sequences[:4]
+    expected, want = updated(trainer(), cut(few, 4))
+    found, got = updated(trainer(), cut(few, 1))
+    assert_same(found, expected, "microbatches of one")
+    assert got.gradient_norm == want.gradient_norm
+    logprobs = [row[: len(s.token_ids) - 1] for row, s in zip(got.logprobs, few, strict=True)]
+    for i, row in enumerate(logprobs):
+        start = i * LENGTH
+        assert_bitwise_equal(want.logprobs[0, start : start + len(row)], row, claim="logprobs")
+    turned, _ = updated(trainer(), cut([few[i] for i in (0, 2, 1, 3)], 4))
+    assert num_different(turned, expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("dp", "tp", "size", "layout"),
+    [(1, 1, 16, Layout.PACKED), (1, 1, 3, Layout.PADDED), (2, 1, 2, Layout.PADDED),
+     (2, 2, 1, Layout.PADDED), (1, 2, 8, Layout.PADDED)],
+)  # fmt: skip
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_updates_are_bitwise_mesh_and_batch_invariant(dp, tp, size, layout, is_tied, sequences):
+    expected, want = updated(trainer(is_tied=is_tied), cut(sequences, 1), updates=2)
+    of = trainer(dp, tp, is_tied=is_tied)
+    found, got = updated(of, cut(sequences, size, layout=layout), updates=2)
+    assert_same(found, expected, f"({dp}, {tp}), microbatches of {size}, {layout.value}")
+    assert got.gradient_norm == want.gradient_norm
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_adapters_are_bitwise_mesh_and_batch_invariant(sequences):
+    lora = LoraConfig(rank=4, alpha=8.0)
+    expected, _ = updated(trainer(lora=lora), cut(sequences, 1), updates=2)
+    found, _ = updated(trainer(2, 1, lora=lora), cut(sequences, 4), updates=2)
+    assert_same(found, expected, "an adapter")
+    other = trainer(lora=lora, backward=Backward.XLA)
+    one, _ = updated(other, cut(sequences, 1), updates=2)
+    four, _ = updated(other, cut(sequences, 4), updates=2)
+    assert num_different(four, one) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_rematerialisation_changes_no_bit_of_an_update(sequences):
+    expected, _ = updated(trainer(), cut(sequences, 4))
+    found, _ = updated(trainer(remat=True), cut(sequences, 4))
+    assert_same(found, expected, "rematerialised")
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_the_update_of_xlas_backward_depends_on_the_microbatches(sequences):
+    of = trainer(backward=Backward.XLA)
+    expected, _ = updated(of, cut(sequences, 1))
+    found, _ = updated(of, cut(sequences, 8))
+    assert num_different(found, expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_a_run_moved_between_meshes_has_one_hash_of_weights(sequences, tmp_path):
+    """Fifty updates, stopped at random steps; each part has another mesh and other microbatches."""
+    expected, _ = updated(trainer(), cut(sequences, 8), updates=50)
+    rng = np.random.default_rng(5)
+    stops = sorted(rng.choice(np.arange(1, 50), 3, replace=False))
+    parts = [((1, 1), 1), ((4, 2), 1), ((2, 1), 8), ((1, 4), 2)]
+    state = None
+    for (mesh, size), (start, stop) in zip(parts, pairwise([0, *stops, 50]), strict=True):
+        of = trainer(*mesh)
+        if state is not None:
+            save_state(tmp_path / str(start), state, facts=FACTS)
+            state = restore_state(tmp_path / str(start), of, facts=FACTS)
+        state, _ = updated(of, cut(sequences, size), updates=int(stop - start), state=state)
+    assert state is not None
+    assert_same(state, expected, "moved between meshes")
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "shares"), [(11, 3, 1), (11, 4, 2), (5, 8, 4), (8, 1, 4)]
+)
+def test_runs_are_subtrees_that_cover_the_list_once(count, size, shares, weighted):
+    sequences = weighted(*range(2, 2 + count))
+    batches = cut(sequences, size)
+    runs = aligned_runs(batches, num_shares=shares)
+    covered = [(run, i) for own in runs for run in own for i in range(run.size)]
+    assert [run.first + i for run, i in covered][:count] == list(range(count))
+    for own in runs:
+        for run in own:
+            assert run.first % run.size == 0
+            assert run.size == len(run.batch.lengths)
+            for i in range(min(run.size, count - run.first)):
+                expected = pack([sequences[run.first + i]], length=LENGTH)
+                rows = slice(i * LENGTH, (i + 1) * LENGTH)
+                for name in ("ids", "targets", "weights"):
+                    found = getattr(run.batch, name)[rows]
+                    assert_bitwise_equal(found, getattr(expected, name), claim=name)
+            ids = np.asarray(batches[run.source].ids)
+            assert_bitwise_equal(run.batch.ids[run.places], ids[run.rows], claim="where from")
+    owners = {run.first: i for i, own in enumerate(runs) for run in own}
+    assert sorted(owners.values()) == [owners[first] for first in sorted(owners)]
+
+
+def test_sums_are_the_tree_of_the_list_however_it_is_cut():
+    def total(*sizes: int) -> str:
+        sums, start = SubtreeSums(lambda a, b: f"({a}+{b})"), 0
+        for size in sizes:
+            terms = [str(start + i) for i in range(size)]
+            while len(terms) > 1:
+                terms = [f"({a}+{b})" for a, b in zip(terms[0::2], terms[1::2], strict=True)]
+            sums.add(terms[0], size=size)
+            start += size
+        return sums.total()
+
+    assert total(*[1] * 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))" == total(4, 2, 1, 1) == total(8)
+    assert total(*[1] * 11) == total(8, 2, 1) == total(4, 4, 1, 1, 1)
+    assert total(1, 1, 1) == "((0+1)+2)"
+    assert_order_sensitive(np.asarray([[1e8, 1.0, -1e8, 1.0]], np.float32))
