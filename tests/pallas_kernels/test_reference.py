@@ -20,7 +20,7 @@ from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.reference_tables import FIRST, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
@@ -229,7 +229,7 @@ def test_rows_are_quantised_as_by_the_portable_kernels(dtype):
     x = (rng.standard_normal((65, 512)) * 2.0 ** rng.integers(-20, 20, (65, 1))).astype(BF16)
     x[3] = 0
     found, expected = (
-        w8a8.quantize_rows(jnp.asarray(x), dtype=jnp.dtype(dtype), backend=on)
+        w8a8.quantize_rows(jnp.asarray(x), RowCoding(dtype=jnp.dtype(dtype)), backend=on)
         for on in (Backend.REFERENCE, Backend.PORTABLE)
     )
     assert_bitwise_equal(found.values, expected.values, claim="the same 8-bit values")

@@ -141,8 +141,12 @@ def w8a8_product(
     """See `w8a8.w8a8_product`.
 
     Raises:
-        NotImplementedError: If K of float8 is no multiple of 128.
+        NotImplementedError: If K of float8 is no multiple of 128, or weights have scales of blocks.
     """
+    if w.group_len:
+        raise NotImplementedError(
+            "the reference backend has no 8-bit weights with scales of blocks; use portable or sm90"
+        )
     if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
         raise NotImplementedError(
             f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "

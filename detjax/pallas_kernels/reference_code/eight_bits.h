@@ -40,7 +40,8 @@ ffi::Error quantize_rows(ffi::ThreadPool pool, In x, Out values, Out scales, flo
     const uint16_t* row = data<uint16_t>(x) + m * width;
     float peak = 0.0f;
     for (int64_t k = 0; k < width; ++k) peak = max_nan(peak, std::fabs(widen(row[k])));
-    const float inverse = peak == 0.0f ? 0.0f : largest / peak;
+    const float quotient = largest / peak;
+    const float inverse = std::isinf(quotient) ? 0.0f : quotient;  // zero times infinity is NaN
     data<float>(scales)[m] = peak / largest;
     for (int64_t k = 0; k < width; ++k) {
       float scaled = widen(row[k]) * inverse;
