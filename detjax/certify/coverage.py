@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
-from detjax.models.abstract import why_unsupported
+from detjax.models.abstract import SINKS_WITHHELD, why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.family import Family
 from detjax.models.loading import LoadedModel
@@ -86,6 +86,7 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": _GEMMA_REFUSED,
     "gemma3_text": _GEMMA_REFUSED,
     "gpt_oss": {
+        **{(dtype, Backend.SM90): SINKS_WITHHELD for dtype in ("bfloat16", "float32")},
         ("bfloat16", Backend.REFERENCE): (
             "attention of the reference backend has no sinks; use portable"
         ),

@@ -650,6 +650,17 @@ def experts_folder(tmp_path: Path, scheme: str) -> Path:
     return tmp_path / "q"
 
 
+def test_experts_of_8_bits_are_withheld_on_hopper_when_they_are_loaded(tmp_path):
+    with pytest.raises(ValueError, match="withheld for mixtures of experts on sm90"):
+        load_model(
+            str(experts_folder(tmp_path, "fp8-dynamic")),
+            profile=NumericsProfile(),
+            mesh=make_mesh(dp=1, tp=1, platform="cpu"),
+            backend=Backend.SM90,
+            quantized_weights="w8a8",
+        )
+
+
 @pytest.mark.invariance
 @pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
 def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, monkeypatch, scheme):

