@@ -22,8 +22,8 @@ PROBED_LENGTHS = (1, 100, 200, 1000)
 """Rows of steps. Between 128 and 256 rows a kernel of its own finishes sums (`sm90.linear_add`)."""
 
 SINKS_WITHHELD = (
-    "models with attention sinks are withheld on sm90: on an H200 a decode step had other bits than "
-    "prefill, which the check at the start of an engine found; use portable"
+    "models with attention sinks are withheld on sm90: on an H200 a decode step had other bits "
+    "than prefill, which the check at the start of an engine found; use portable"
 )
 """Withdrawn when GPU tests of such a model pass (`tests/invariance/test_families_sm90.py`)."""
 

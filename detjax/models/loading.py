@@ -437,8 +437,8 @@ def load_model(
     form = _matrix_form(quantized_weights, stored, profile, backend)
     if form is MatrixForm.W8A8 and config.experts is not None and backend is Backend.SM90:
         raise ValueError(
-            "quantized_weights='w8a8' is withheld for mixtures of experts on sm90: a kernel of 8-bit "
-            "experts failed on an H200; use 'auto', or backend portable"
+            "quantized_weights='w8a8' is withheld for mixtures of experts on sm90: a kernel of "
+            "8-bit experts failed on an H200; use 'auto', or backend portable"
         )
     scheme = _scheme_of(folder, form)
     if scheme is not None:

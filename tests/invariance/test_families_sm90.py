@@ -34,7 +34,7 @@ CASES = (
     "seed_oss",
 )  # fmt: skip
 WITHHELD = "gpt_oss"
-"""A decode step of it had other bits than prefill on an H200. It joins `CASES` when that is mended."""
+"""A decode step had other bits than prefill on an H200. It joins `CASES` when that is mended."""
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
 
