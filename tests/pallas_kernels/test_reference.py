@@ -356,7 +356,8 @@ def test_answers_of_float32_depend_neither_on_batch_nor_on_mesh(options):
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
 QUICK = [
     "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
-    "experts 7x256x128, 4 of 24",
+    "experts 7x256x128, 4 of 24", "8 bits int8 3x512x256", "8 bits float8_e4m3fn 3x512x256",
+    "geglu bfloat16",
 ]  # fmt: skip
 
 
@@ -369,7 +370,13 @@ def test_operations_have_the_bits_of_a_gpu(name):
 
 ANSWERED = quick_and_slow(
     [("bundled", 2), ("experts", 2)],
-    [("bundled", 18), ("head 64, q/k norm", 8), ("head 128, biases, window", 8), ("experts", 8)],
+    [
+        ("bundled", 18),
+        ("head 64, q/k norm", 8),
+        ("head 128, biases, window", 8),
+        ("experts", 8),
+        ("float32 activations", 8),
+    ],
 )
 
 
