@@ -25,7 +25,7 @@ from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.expand import describe_quantization
-from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
+from detjax.models.quantization.scheme import MXFP4, STATIC, QuantizationScheme, as_w8a8
 from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
@@ -435,11 +435,8 @@ def load_model(
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
     is_saved, stored = has_saved_params(folder), read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, profile, backend)
-    if form is MatrixForm.W8A8 and config.experts is not None and backend is Backend.SM90:
-        raise ValueError(
-            "quantized_weights='w8a8' is withheld for mixtures of experts on sm90: a kernel of "
-            "8-bit experts failed on an H200; use 'auto', or backend portable"
-        )
+    if form is MatrixForm.W8A8:
+        _check_w8a8(config, stored, backend)
     scheme = _scheme_of(folder, form)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
@@ -516,6 +513,32 @@ def _matrix_form(
             f"{profile.activation_dtype.name} compute; use 'expanded', or dtype bfloat16"
         )
     return MatrixForm.W8A8 if mode == "w8a8" else MatrixForm.PACKED
+
+
+def _check_w8a8(config: ModelConfig, scheme: QuantizationScheme | None, backend: Backend) -> None:
+    """Refuse before any weight is read what the kernels of a backend refuse or fail at.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if config.experts is not None and backend is Backend.SM90:
+        raise ValueError(
+            "quantized_weights='w8a8' is withheld for mixtures of experts on sm90: a kernel of "
+            "8-bit experts failed on an H200; use 'auto', or backend portable"
+        )
+    if backend is not Backend.REFERENCE or scheme is None:
+        return
+    if (
+        config.experts is not None
+        or scheme.block[1]
+        or scheme.activation_bound
+        or (STATIC in scheme.activations)
+    ):
+        raise ValueError(
+            "quantized_weights='w8a8' on the reference backend takes dense models whose rows have "
+            f"their own scales, not {'experts or ' * (config.experts is not None)}"
+            f"{str(scheme)!r}; use backend portable"
+        )
 
 
 @finishes_before_exit

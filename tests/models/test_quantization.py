@@ -650,13 +650,20 @@ def experts_folder(tmp_path: Path, scheme: str) -> Path:
     return tmp_path / "q"
 
 
-def test_experts_of_8_bits_are_withheld_on_hopper_when_they_are_loaded(tmp_path):
-    with pytest.raises(ValueError, match="withheld for mixtures of experts on sm90"):
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        (Backend.SM90, "withheld for mixtures of experts on sm90"),
+        (Backend.REFERENCE, "not experts or 'compressed-tensors"),
+    ],
+)
+def test_experts_of_8_bits_are_refused_when_they_are_loaded(tmp_path, backend, says):
+    with pytest.raises(ValueError, match=says):
         load_model(
             str(experts_folder(tmp_path, "fp8-dynamic")),
             profile=NumericsProfile(),
             mesh=make_mesh(dp=1, tp=1, platform="cpu"),
-            backend=Backend.SM90,
+            backend=backend,
             quantized_weights="w8a8",
         )
 
