@@ -544,8 +544,17 @@ def _unproven(
         "who made it (not signed)" if key is None else f"whose key {key} is"
         for key in sorted(keys, key=str)
     ]  # fmt: skip
-    fields = [f"{path} ({said} in the receipts, {now} here)" for path, said, now in unlike]
-    return ["when it was made", *who, *fields]
+    from detjax.proof.rerun import is_of_build
+
+    # What was told of builds is long, and stands above.
+    builds = [path for path, *_ in unlike if is_of_build(path)]
+    build = [f"the build, whose {', '.join(builds)} differ here"] if builds else []
+    fields = [
+        f"{path} ({said} in the receipts, {now} here)"
+        for path, said, now in unlike
+        if path not in builds
+    ]
+    return ["when it was made", *who, *build, *fields]
 
 
 def _cast_option(weight_cast: str) -> str:
