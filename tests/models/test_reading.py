@@ -121,7 +121,7 @@ def test_what_divides_the_logits_is_in_the_gain_of_the_last_norm():
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gpt_oss"])  # MXFP4
 def test_tensors_by_name_become_the_weights_of_the_folder(case):
     folder = GOLDEN / case
     pairs = [*load_file(folder / "model.safetensors").items()][::-1]

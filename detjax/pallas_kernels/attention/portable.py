@@ -87,7 +87,7 @@ def _attention(
     batch, query_len, num_heads, channels = q.shape
     kv_heads, block = pages.shape[3:5]
     group = num_heads // kv_heads
-    blocks_per_split, scaled = profile.attention_split // block, _scaling(channels, softcap)
+    blocks_per_split = profile.attention_split // block
 
     # One row a (token, query head of the group), so a decode tile holds the group's heads.
     rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
@@ -120,7 +120,7 @@ def _attention(
             scores = lax.dot_general(
                 query, k, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
             )
-            scores = jnp.where(is_seen, scaled(scores), -jnp.inf)
+            scores = jnp.where(is_seen, _scaling(channels, softcap)(scores), -jnp.inf)
             new_m = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.exp2(scores - new_m)
             decay = jnp.exp2(m - new_m)
