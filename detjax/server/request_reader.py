@@ -134,8 +134,10 @@ class RequestReader:
             adapter = None if model.adapters is None else model.adapters.get(name)
             if adapter is not None:
                 return adapter
+            adapters = [] if model.adapters is None else [one.name for one in model.adapters]
+            names = " and ".join(map(repr, [served, *adapters]))
             raise RefusedError(
-                f"model {name!r} is not served here; {served!r} is",
+                f"model {name!r} is not served here; {names} {'are' if adapters else 'is'}",
                 status=404,
                 code="model_not_found",
                 field="model",

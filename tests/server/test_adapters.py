@@ -140,6 +140,7 @@ def test_the_model_of_a_request_may_be_an_adapter(server, expected, root):
         assert client.post("/v1/chat/completions", json=chat).json()["model"] == "sea"
         wrong = client.post("/v1/completions", json=ASKED | {"model": "hill"})
         assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
+        assert "'hill' is not served here; 'novels-6m' and 'sea' are" in wrong.text
 
 
 def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
