@@ -6,13 +6,14 @@ from collections.abc import Collection
 
 from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
-from detjax.models.abstract import SINKS_WITHHELD, why_unsupported
+from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.family import Family
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -86,7 +87,10 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": _GEMMA_REFUSED,
     "gemma3_text": _GEMMA_REFUSED,
     "gpt_oss": {
-        **{(dtype, Backend.SM90): SINKS_WITHHELD for dtype in ("bfloat16", "float32")},
+        **{
+            (dtype, Backend.SM90): KERNELS[Backend.SM90].withheld_sinks
+            for dtype in ("bfloat16", "float32")
+        },
         ("bfloat16", Backend.REFERENCE): (
             "attention of the reference backend has no sinks; use portable"
         ),

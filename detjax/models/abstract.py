@@ -21,12 +21,6 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 PROBED_LENGTHS = (1, 100, 200, 1000)
 """Rows of steps. Between 128 and 256 rows a kernel of its own finishes sums (`sm90.linear_add`)."""
 
-SINKS_WITHHELD = (
-    "models with attention sinks are withheld on sm90: on an H200 a decode step had other bits "
-    "than prefill, which the check at the start of an engine found; use portable"
-)
-"""Withdrawn when GPU tests of such a model pass (`tests/invariance/test_families_sm90.py`)."""
-
 
 def abstract_params(
     config: ModelConfig, mesh: Mesh | AbstractMesh, *, profile: NumericsProfile
@@ -53,8 +47,8 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    if config.has_sinks and backend is Backend.SM90:
-        return SINKS_WITHHELD
+    if config.has_sinks and KERNELS[backend].withheld_sinks:
+        return KERNELS[backend].withheld_sinks
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

@@ -521,24 +521,14 @@ def _check_w8a8(config: ModelConfig, scheme: QuantizationScheme | None, backend:
     Raises:
         ValueError: Naming it.
     """
-    if config.experts is not None and backend is Backend.SM90:
-        raise ValueError(
-            "quantized_weights='w8a8' is withheld for mixtures of experts on sm90: a kernel of "
-            "8-bit experts failed on an H200; use 'auto', or backend portable"
-        )
-    if backend is not Backend.REFERENCE or scheme is None:
-        return
-    if (
-        config.experts is not None
-        or scheme.block[1]
-        or scheme.activation_bound
-        or (STATIC in scheme.activations)
-    ):
-        raise ValueError(
-            "quantized_weights='w8a8' on the reference backend takes dense models whose rows have "
-            f"their own scales, not {'experts or ' * (config.experts is not None)}"
-            f"{str(scheme)!r}; use backend portable"
-        )
+    kernels = KERNELS[backend]
+    has_other_scales = scheme is not None and (
+        scheme.block[1] or scheme.activation_bound or STATIC in scheme.activations
+    )
+    reason = config.experts is not None and kernels.withheld_w8a8_experts
+    reason = reason or has_other_scales and kernels.withheld_w8a8_scales
+    if reason:
+        raise ValueError(f"quantized_weights='w8a8' does not go with {str(scheme)!r}: {reason}")
 
 
 @finishes_before_exit

@@ -653,8 +653,8 @@ def experts_folder(tmp_path: Path, scheme: str) -> Path:
 @pytest.mark.parametrize(
     ("backend", "says"),
     [
-        (Backend.SM90, "withheld for mixtures of experts on sm90"),
-        (Backend.REFERENCE, "not experts or 'compressed-tensors"),
+        (Backend.SM90, "experts of 8 bits are withheld on sm90"),
+        (Backend.REFERENCE, "the reference backend has no experts of 8 bits"),
     ],
 )
 def test_experts_of_8_bits_are_refused_when_they_are_loaded(tmp_path, backend, says):
