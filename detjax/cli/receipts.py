@@ -341,6 +341,7 @@ def _run(
         "bits": {"receipts": first.bits, "here": here.bits},
         "not_proven": not_checked + _unproven(receipts, args.trust, unlike),
         "accepted": [path for path, _, _ in unlike],
+        "unlike": {path: {"receipts": said, "here": now} for path, said, now in unlike},
         "tp": args.tp,
         "dp": args.dp,
         "batch_size": llm.config.engine.batch_size,

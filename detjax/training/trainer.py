@@ -35,7 +35,7 @@ from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
-from detjax.training.update import check_elementwise, global_norm, update_in_blocks
+from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
 from detjax.training.weights import master_params, master_shapes, move_bits
 
 DEVICES = (DP_AXIS, TP_AXIS)
@@ -135,7 +135,8 @@ class Trainer:
             )
         if mesh.size & (mesh.size - 1):
             raise ValueError(f"{mesh.size} devices must be a power of two")
-        check_elementwise(optimizer)
+        if reason := why_not_elementwise(optimizer):
+            raise ValueError(reason)
         self._balance_weight, self._backward = balance_weight, backward
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._clip_norm, self._remat = clip_norm, remat

@@ -34,19 +34,45 @@ def global_norm(gradients: Any) -> Float32[Array, ""]:
     return jnp.sqrt(total)
 
 
-def check_elementwise(optimizer: optax.GradientTransformation) -> None:
-    """Refuse an optimizer whose state is not made of numbers and of arrays like the weights.
+MOST_ROUNDING = 2.0**-16
+"""Of an update of one weight, beside others and without them. Vector widths change some roundings
+of 2**-24 each; a norm over other weights changes the update itself."""
 
-    Raises:
-        ValueError: Naming what it has.
+
+def why_not_elementwise(optimizer: optax.GradientTransformation) -> str | None:
+    """How an optimizer's update of a weight depends on the other weights; None if it does not.
+
+    It must keep no arrays of other shapes than the weights', and weights must have the same updates
+    without their neighbours.
     """
     shapes = jax.eval_shape(optimizer.init, jax.ShapeDtypeStruct((3, 5), jnp.float32))
     found = {leaf.shape for leaf in jax.tree.leaves(shapes)} - {(), (3, 5)}
     if found:
-        raise ValueError(
+        return (
             f"the optimizer keeps arrays of shape {sorted(found)} for weights of shape (3, 5); "
             "give one that updates each weight by itself, such as adam, adamw or sgd"
         )
+    weights = jnp.array([0.5, -2.0, 3.0, 0.25, -1.0], jnp.float32)
+    # WHY two updates: Adam's first is the same whatever a gradient was scaled by.
+    slopes = jnp.array([[1000.0, 1.0, 0.001, 2.0, -5.0], [0.5, 7.0, -2.0, 300.0, 1.0]], jnp.float32)
+
+    def updates(part: slice) -> jax.Array:
+        own = weights[part]
+        state, found = optimizer.init(own), []
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            for slope in slopes:
+                update, state = optimizer.update(slope[part], state, own)
+                found.append(update)
+        return jnp.stack(found, axis=1)
+
+    whole, parts = updates(slice(5)), [updates(slice(3)), updates(slice(3, 5))]
+    if jnp.allclose(whole, jnp.concatenate(parts), rtol=MOST_ROUNDING, atol=0.0):
+        return None
+    return (
+        "the optimizer's update of a weight depends on the other weights, as a norm over all of "
+        "them does; give one that updates each weight by itself, such as adam, and clip with "
+        "clip_norm"
+    )
 
 
 def update_in_blocks(

@@ -15,6 +15,7 @@ from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.batch import Scored, pack
 from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
 from detjax.training.trainer import Trainer, TrainState
+from detjax.training.update import why_not_elementwise
 
 FACTS_OF_RUN = {"fingerprint": "abc", "seed": 1}
 
@@ -154,3 +155,28 @@ def test_bad_input_is_refused_by_name(batches):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
     with pytest.raises(ValueError, match="clip_norm=0.0 must be positive"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=0.0)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-3, b2=0.95), optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9),
+        optax.lion(1e-4),
+        optax.chain(optax.clip(1.0), optax.adam(optax.linear_schedule(1e-3, 0.0, 10))),
+    ],
+)  # fmt: skip
+def test_optimizers_of_each_weight_by_itself_are_taken(optimizer):
+    assert why_not_elementwise(optimizer) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (optax.adafactor(1e-3, min_dim_size_to_factor=2), "keeps arrays of shape"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), "clip with clip_norm"),
+        (optax.clip_by_global_norm(1.0), "depends on the other weights"),
+        (optax.lamb(1e-3), "depends on the other weights"),
+    ],
+)
+def test_optimizers_whose_updates_depend_on_other_weights_are_refused(optimizer, says):
+    assert says in (why_not_elementwise(optimizer) or "")
