@@ -56,7 +56,7 @@ def make_parser() -> CommandParser:
     return make_receipt_parser(
         "audit",
         description_of(__doc__),
-        "python -m detjax.audit answers.jsonl --backend reference --positions 20 --seed beacon",
+        "python -m detjax.audit answers.jsonl --positions 20 --seed beacon",
         (_WINDOW, _POSITIONS, _SEED, _RESULTS),
     )
 
