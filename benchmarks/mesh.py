@@ -494,7 +494,7 @@ def compile_ahead(runners: dict[str, Runner], cases: list[tuple[int, int, int]])
 
 def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     """Bits on (1, 1), (1, tp) and (tp, 1); times of the first two and of the fast path."""
-    config = MODELS["llama3_8b"]
+    config = MODELS[args.model]
     most_rows = max(32, *args.decode)
     meshes = (1, 1), (1, args.tp), (args.tp, 1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -503,7 +503,9 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     timed = {"invariant (1,1)": Runner(one, most_rows), f"invariant (1,{args.tp})": sharded}
     compared = {**timed, f"invariant ({args.tp},1)": Runner(several, most_rows)}
     compile_ahead(compared, [(batch, 1, 0) for batch in args.compare] + [prompts_case(compared)])
-    is_right = compare_meshes(compared, args.compare, rows)
+    # A row without a model's name is of Llama-3.1-8B's shape.
+    of_model = "" if args.model == "llama3_8b" else f"_{args.model}"
+    is_right = compare_meshes(compared, args.compare, rows, subject=f"mesh_step_bits{of_model}")
     del compared, several
     if args.graphs:
         graphs = Runner(many, most_rows, options=IN_GRAPHS, pages=sharded.cache)
@@ -520,7 +522,7 @@ def run_steps(args: argparse.Namespace, rows: Rows) -> bool:
     if not args.no_fast:
         fast = Runner(many, most_rows, mode="fast", pages=sharded.cache)
         timed[f"fast (1,{args.tp})"] = fast
-    time_steps(timed, cases, rows)
+    time_steps(timed, cases, rows, subject=f"mesh_step{of_model}")
     return is_right
 
 
@@ -566,6 +568,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = ("exchange", "prefill", "step", "large")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts[:3]))
+    parser.add_argument("--model", choices=MODELS, default="llama3_8b", help="of the part `step`")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 128])

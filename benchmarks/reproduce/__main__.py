@@ -89,6 +89,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a model that tools/train_tiny.py made (default: the bundled one)")  # fmt: skip
     add("--prompts", type=Path, metavar="FILE",
         help="JSON lines with a `problem` or `question` each, for meshes")  # fmt: skip
+    add("--tp", type=int, default=1, metavar="N",
+        help="devices over which the servers of `throughput`, `shares`, `latency` and `windows` "
+        "run; rows name it (default: 1)")  # fmt: skip
     add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")
     add(
         "--parts",
@@ -158,22 +161,28 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def make_lab(size: Size, backend: str, folder: Path, prompts: Path | None) -> Lab:
+def make_lab(size: Size, backend: str, folder: Path, prompts: Path | None, load_tp: int = 1) -> Lab:
     """Choose kernels, and let a CPU pose as several devices.
 
     Raises:
-        ValueError: If the kernels cannot run here, or the prompts cannot be read.
+        ValueError: If the kernels cannot run here, the prompts cannot be read, or there are
+            fewer devices than `load_tp`, or the model has no such tp.
     """
     texts = read_prompts(prompts) if prompts else ()
     configure_virtual_devices(VIRTUAL_DEVICES)
     choice = choose_backend(None if backend == "auto" else Backend(backend))
-    return Lab(
+    lab = Lab(
         size=size,
         folder=folder,
         backend=choice.backend,
         num_devices=len(jax.devices(choice.backend.platform)),
         prompts=texts,
+        load_tp=load_tp,
     )
+    if load_tp not in lab.tps:
+        allowed = ", ".join(map(str, lab.tps))
+        raise ValueError(f"--tp {load_tp}: the model and the devices here allow {allowed}")
+    return lab
 
 
 def _redraw(folder: Path, beside: Sequence[Path], names: Sequence[str]) -> int:
@@ -204,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: --beside goes with --redraw", file=sys.stderr)
         return 2
     try:
-        lab = make_lab(Size(args.size), args.backend, args.model, args.prompts)
+        lab = make_lab(Size(args.size), args.backend, args.model, args.prompts, args.tp)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

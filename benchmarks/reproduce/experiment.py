@@ -127,13 +127,17 @@ class WholeExperiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """The size, the kernels and the model of a run; `prompts` are problems of a file, if given."""
+    """The size, the kernels and the model of a run; `prompts` are problems of a file, if given.
+
+    `load_tp` is over how many devices the servers of loads run.
+    """
 
     size: Size
     folder: Path
     backend: Backend
     num_devices: int
     prompts: tuple[str, ...] = ()
+    load_tp: int = 1
 
     @property
     def is_full(self) -> bool:
@@ -181,7 +185,8 @@ class Lab:
         """Which kernels, on what."""
         device = jax.devices(self.backend.platform)[0]
         mark = fingerprint(NumericsProfile(), Build.current(self.backend.value, device))
-        return f"{self.backend.value} on {self.device_kind}, fingerprint {mark}"
+        of_loads = f", loads at tp {self.load_tp}" if self.load_tp > 1 else ""
+        return f"{self.backend.value} on {self.device_kind}, fingerprint {mark}{of_loads}"
 
     @cached_property
     def device_kind(self) -> str:

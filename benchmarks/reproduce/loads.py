@@ -197,14 +197,14 @@ def large_server(lab: Lab) -> Server:
     if not lab.is_full or lab.backend is not Backend.SM90:
         note = "a model this small measures the host and launches, not bandwidth"
         return Server(
-            lab.model(1), name=lab.folder.name, weights=lab.weights,
+            lab.model(lab.load_tp), name=lab.folder.name, weights=lab.weights,
             setting=f"{lab.setting}; {note}", sizes=SMALL, lab=lab,
         )  # fmt: skip
     model = random_model(
         MODELS["llama3_8b"],
         seed=0,
         profile=NumericsProfile(),
-        mesh=make_mesh(1, 1, platform=lab.backend.platform),
+        mesh=make_mesh(1, lab.load_tp, platform=lab.backend.platform),
         backend=lab.backend,
     )
     setting = f"{LARGE_WEIGHTS}, bfloat16, {lab.machine}"
@@ -218,8 +218,8 @@ def trained_server(lab: Lab) -> Server:
     """The lab's trained model, whose probabilities are those of text."""
     sizes = TRAINED if lab.is_full else SMALL
     return Server(
-        lab.model(1), name=lab.folder.name, weights=lab.weights, setting=lab.setting, sizes=sizes,
-        lab=lab,
+        lab.model(lab.load_tp), name=lab.folder.name, weights=lab.weights, setting=lab.setting,
+        sizes=sizes, lab=lab,
     )  # fmt: skip
 
 
@@ -228,8 +228,8 @@ def trained_load_server(lab: Lab) -> Server:
     """The lab's trained model with room for loads of up to 1024 tokens."""
     sizes = TRAINED_LOAD if lab.is_full else SMALL
     return Server(
-        lab.model(1), name=lab.folder.name, weights=lab.weights, setting=lab.setting, sizes=sizes,
-        lab=lab,
+        lab.model(lab.load_tp), name=lab.folder.name, weights=lab.weights, setting=lab.setting,
+        sizes=sizes, lab=lab,
     )  # fmt: skip
 
 
