@@ -5,11 +5,6 @@ RUN_BY_DECORATOR = ["@pl.*", "@plgpu.*"]
 """Phases of a kernel, which Pallas calls where they are defined."""
 
 EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
-    "long_functions": {
-        "Kernels, to be cut into phases.": {
-            "detjax/pallas_kernels/attention/portable.py:_attention": 85,
-        },
-    },
     "many_parameters": {
         "A keyword for each option of the public class, which its signature documents.": {
             "detjax/llm.py:__init__": 26,

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +47,6 @@ def _merge_sinks(state, sinks, is_row):
     return _merge(state, (score, jnp.ones_like(score), jnp.zeros_like(state[2])), is_row)
 
 
-def _first_seen(pos, is_row, window: int):
-    """The first position that a row of a tile sees."""
-    earliest = jnp.min(jnp.where(is_row, pos, jnp.iinfo(jnp.int32).max))
-    return jnp.maximum(earliest - window + 1, 0)
-
-
 def _sink_rows(sinks, kv_heads: int, query_len: int, pad: tuple) -> jax.Array:
     """The sink of each row of queries, [K, rows]."""
     of_head = sinks.reshape(kv_heads, 1, -1)
@@ -80,6 +75,85 @@ def attention(
     )  # fmt: skip
 
 
+class _Tile(NamedTuple):
+    """Query rows of one key/value head, and what they may see.
+
+    Attributes:
+        query: [16, C] float32.
+        pos: [16, 1] int32, positions; -1 where padded.
+        load: Keys and values of a block, [P, C] float32 each.
+        block: P, tokens of a block.
+        window: Positions that a row sees; None for all.
+        scaling: Makes products into exponents of two.
+        dtype: Of the weights in the product with values.
+    """
+
+    query: jax.Array
+    pos: jax.Array
+    load: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    block: int
+    window: int | None
+    scaling: Callable[[jax.Array], jax.Array]
+    dtype: jnp.dtype
+
+    @property
+    def is_row(self) -> jax.Array:
+        return self.pos >= 0
+
+    @property
+    def last(self) -> jax.Array:
+        return jnp.max(self.pos)
+
+    @property
+    def first(self) -> jax.Array:
+        """The first position that any row sees."""
+        if self.window is None:
+            return jnp.int32(0)
+        earliest = jnp.min(jnp.where(self.is_row, self.pos, jnp.iinfo(jnp.int32).max))
+        return jnp.maximum(earliest - self.window + 1, 0)
+
+    def softmax_step(self, i, state):
+        """Fold block `i` into the (max, sum, output) of each row that sees a key of it."""
+        m, weight_sum, out = state
+        k, v = self.load(i)
+        key_pos = i * self.block + lax.broadcasted_iota(jnp.int32, (1, self.block), 1)
+        is_seen = key_pos <= self.pos
+        if self.window is not None:
+            is_seen = is_seen & (key_pos > self.pos - self.window)
+        # What no row of the tile may see is not there yet: never let it meet a product.
+        is_written = (key_pos <= self.last).reshape(self.block, 1)
+        v = jnp.where(is_written, v, 0.0)
+        scores = lax.dot_general(
+            self.query, k, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
+        scores = jnp.where(is_seen, self.scaling(scores), -jnp.inf)
+        new_m = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
+        weights = jnp.exp2(scores - new_m)
+        decay = jnp.exp2(m - new_m)
+        # ROUND: weights to the compute dtype for the product; their sum is not rounded.
+        product = jnp.dot(round_to(weights, self.dtype), v, precision=lax.Precision.HIGHEST)
+        new = (
+            new_m,
+            weight_sum * decay + jnp.sum(weights, axis=1, keepdims=True),
+            out * decay + product,
+        )
+        is_live = jnp.any(is_seen, axis=1, keepdims=True)
+        return tuple(jnp.where(is_live, n, o) for n, o in zip(new, state, strict=True))
+
+    def fold_splits(self, split: int):
+        """The state of all splits of `split` positions, each begun empty."""
+        channels, per_split = self.query.shape[1], split // self.block
+
+        def split_step(s, state):
+            low = jnp.maximum(s * per_split, self.first // self.block)
+            high = jnp.minimum((s + 1) * per_split, self.last // self.block + 1)
+            part = lax.fori_loop(low, high, self.softmax_step, _empty(channels))
+            return _merge(state, part, part[1] > 0)
+
+        splits = (self.first // split, self.last // split + 1)
+        return lax.fori_loop(*splits, split_step, _empty(channels))
+
+
 @partial(jax.jit, static_argnames=("window", "profile", "softcap"))
 def _attention(
     q, pages, page_table, positions, layer, sinks, *, window, profile: NumericsProfile, softcap
@@ -87,7 +161,6 @@ def _attention(
     batch, query_len, num_heads, channels = q.shape
     kv_heads, block = pages.shape[3:5]
     group = num_heads // kv_heads
-    blocks_per_split = profile.attention_split // block
 
     # One row a (token, query head of the group), so a decode tile holds the group's heads.
     rows = q.reshape(batch, query_len, kv_heads, group, channels).transpose(0, 2, 1, 3, 4)
@@ -98,72 +171,35 @@ def _attention(
     def body(q_ref, pages_ref, table_ref, positions_ref, layer_ref, *refs):
         *sink_refs, out_ref = refs
         seq, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
-        tile = pl.ds(pl.program_id(1) * ROWS, ROWS)
-        query = q_ref[pl.program_id(0), tile, :].astype(jnp.float32)  # [16, C]
-        pos = positions_ref[seq, tile][:, None]  # [16, 1], -1 where padded
-        last = jnp.max(pos)
-        is_row = pos >= 0
-        first = jnp.int32(0) if window is None else _first_seen(pos, is_row, window)
+        tile_rows = pl.ds(pl.program_id(1) * ROWS, ROWS)
 
-        def softmax_step(i, state):
-            m, weight_sum, out = state
+        def load(i):
             page, layer = table_ref[seq, i], layer_ref[0]
-            k = pages_ref[layer, page, 0, head, :, :].astype(jnp.float32)  # [P, C]
-            v = pages_ref[layer, page, 1, head, :, :].astype(jnp.float32)  # [P, C]
-            key_pos = i * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-            is_seen = key_pos <= pos
-            if window is not None:
-                is_seen = is_seen & (key_pos > pos - window)
-            # What no row of the tile may see is not there yet: never let it meet a product.
-            is_written = (key_pos <= last).reshape(block, 1)
-            v = jnp.where(is_written, v, 0.0)
-            scores = lax.dot_general(
-                query, k, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
-            )
-            scores = jnp.where(is_seen, _scaling(channels, softcap)(scores), -jnp.inf)
-            new_m = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
-            weights = jnp.exp2(scores - new_m)
-            decay = jnp.exp2(m - new_m)
-            # ROUND: weights to the compute dtype for the product; their sum is not rounded.
-            product = jnp.dot(round_to(weights, q_ref.dtype), v, precision=lax.Precision.HIGHEST)
-            new = (
-                new_m,
-                weight_sum * decay + jnp.sum(weights, axis=1, keepdims=True),
-                out * decay + product,
-            )
-            is_live = jnp.any(is_seen, axis=1, keepdims=True)
-            return tuple(jnp.where(is_live, n, o) for n, o in zip(new, state, strict=True))
+            k, v = (pages_ref[layer, page, which, head, :, :] for which in (0, 1))
+            return k.astype(jnp.float32), v.astype(jnp.float32)
 
-        def split_step(s, state):
-            low = jnp.maximum(s * blocks_per_split, first // block)
-            high = jnp.minimum((s + 1) * blocks_per_split, last // block + 1)
-            part = lax.fori_loop(low, high, softmax_step, _empty(channels))
-            return _merge(state, part, part[1] > 0)
-
-        splits = (first // profile.attention_split, last // profile.attention_split + 1)
-        state = lax.fori_loop(*splits, split_step, _empty(channels))
+        tile = _Tile(
+            query=q_ref[pl.program_id(0), tile_rows, :].astype(jnp.float32),
+            pos=positions_ref[seq, tile_rows][:, None], load=load, block=block, window=window,
+            scaling=_scaling(channels, softcap), dtype=q_ref.dtype,
+        )  # fmt: skip
+        state = tile.fold_splits(profile.attention_split)
         for sinks_ref in sink_refs:
-            state = _merge_sinks(state, sinks_ref[head, tile][:, None], is_row)
+            state = _merge_sinks(state, sinks_ref[head, tile_rows][:, None], tile.is_row)
         _, weight_sum, out = state
         # ROUND: the reciprocal, once a row: XLA would divide by a broadcast sum so in any case.
-        out = jnp.where(is_row, out * (1.0 / weight_sum), 0.0)
+        out = jnp.where(tile.is_row, out * (1.0 / weight_sum), 0.0)
         # An exact zero is +0: its sign could tell of keys that were masked.
         out = jnp.where(out == 0.0, 0.0, out)
         out_ref[...] = out.astype(out_ref.dtype)[None]
 
+    operands = [] if sinks is None else [_sink_rows(sinks, kv_heads, query_len, pad)]
     out = run_blocks(
-        body,
-        rows,
-        pages,
-        page_table,
-        row_positions,
-        layer.reshape(1),
-        *([] if sinks is None else [_sink_rows(sinks, kv_heads, query_len, pad)]),
-        name="attention",
-        grid=(batch * kv_heads, rows.shape[1] // ROWS),
+        body, rows, pages, page_table, row_positions, layer.reshape(1), *operands,
+        name="attention", grid=(batch * kv_heads, rows.shape[1] // ROWS),
         out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
         out_specs=pl.BlockSpec((1, ROWS, channels), lambda b, t: (b, t, 0)),
-    )
+    )  # fmt: skip
     out = out[:, : query_len * group].reshape(batch, kv_heads, query_len, group, channels)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
