@@ -85,6 +85,23 @@ def _num_gpus() -> int:
         return 0
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Of a test with `quick_cases` mark the other cases slow.
+
+    Raises:
+        pytest.Collector.CollectError: If the test has no case of a name.
+    """
+    made = yield
+    if isinstance(made, list) and made and (marker := made[0].get_closest_marker("quick_cases")):
+        if unknown := set(marker.args) - {item.callspec.id for item in made}:
+            raise pytest.Collector.CollectError(f"{name} has no case {sorted(unknown)}")
+        for item in made:
+            if item.callspec.id not in marker.args:
+                item.add_marker("slow")
+    return made
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Skip GPU tests where there are too few GPUs; fail them there if DETJAX_NO_SKIP=1.

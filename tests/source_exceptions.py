@@ -30,13 +30,6 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
             "detjax/testing/dummies.py:dummy_config": 14,
         },
     },
-    "many_tile_fields": {
-        "To be divided.": {
-            "detjax/pallas_kernels/attention/sm90_decode_job.py:Memory": 18,
-            "detjax/pallas_kernels/attention/sm90_decode_spread.py:_Cta": 19,
-            "detjax/pallas_kernels/attention/sm90_decode_spread.py:_Shared": 13,
-        },
-    },
     "long_lines": {
         "To be rewritten.": {
             "README.md": 2,

@@ -83,7 +83,9 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
         def compute():
             if job.new_token is not None:
-                job.new_token.prepare(memory.queries, *here, memory.q.at[0], memory.kept.at[0])
+                job.new_token.prepare(
+                    memory.queries, *here, memory.slots.q.at[0], memory.slots.kept.at[0]
+                )
             lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
 
         def load():
@@ -100,9 +102,9 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
         @pl.when(wg == 0)
         def _merge_here():
-            if memory.barrier is not None:
-                plgpu.barrier_arrive(memory.barrier)
-                plgpu.barrier_wait(memory.barrier)
+            if memory.barriers.own is not None:
+                plgpu.barrier_arrive(memory.barriers.own)
+                plgpu.barrier_wait(memory.barriers.own)
             if cluster == 1:
                 plgpu.commit_smem()
 
@@ -134,7 +136,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
 def _parts(job: Job, memory: Memory) -> list:
     """Where splits leave their output, and their maximum and sum, for the first CTA."""
-    return memory.results[:2] if job.is_interpreted else memory.kept_results
+    return memory.results[:2] if job.is_interpreted else memory.slots.kept_results
 
 
 def merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num_splits) -> None:

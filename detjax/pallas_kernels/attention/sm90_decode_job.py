@@ -134,6 +134,26 @@ class Run:
     page: Callable
 
 
+class RunSlots(NamedTuple):
+    """Shared memory of a CTA."""
+
+    q: Any  # [slots, ROWS, C]; with several computing warpgroups the first kept result too
+    ring: Any  # [slots, BLOCK, C], for the pages of each computing warpgroup in turn
+    kept_results: list  # what the schedule keeps there
+    weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
+    kept: Any  # [num_compute, 2, C], of new tokens
+
+
+class RunBarriers(NamedTuple):
+    """Barriers of a CTA's slots."""
+
+    q_filled: Any  # [2], of queries
+    filled: Any  # [slots], of the ring
+    q_free: Any  # [2]
+    free: Any  # [slots]
+    own: Any  # the schedule's own, or None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     """The references of a kernel.
@@ -146,16 +166,8 @@ class Memory:
         num_entries: Of that list.
         layer: Which layer's pages.
         results: What the schedule writes.
-        q: Slots of queries, in shared memory; one a computing warpgroup, of new tokens.
-        ring: Slots for the pages of the first computing warpgroup, then for those of the next.
-        kept_results: What the schedule keeps there.
-        weights: For interpretation, where they do not stay in registers.
-        kept: The new token's key and value, of each computing warpgroup.
-        q_filled: Barriers of slots that are filled.
-        filled: Likewise, of the ring.
-        q_free: Barriers of slots that are free again.
-        free: Likewise, of the ring.
-        barrier: The schedule's own, or None.
+        slots: Shared memory.
+        barriers: Of the slots.
         ask_ahead: Asks for this CTA's share of the next product's weights, by all threads of a
             warpgroup.
     """
@@ -167,16 +179,8 @@ class Memory:
     num_entries: Any
     layer: Any
     results: list
-    q: Any
-    ring: Any
-    kept_results: list
-    weights: Any
-    kept: Any
-    q_filled: Any
-    filled: Any
-    q_free: Any
-    free: Any
-    barrier: Any
+    slots: RunSlots
+    barriers: RunBarriers
     ask_ahead: Callable[[], None]
 
 
@@ -298,16 +302,8 @@ class _Arrays(NamedTuple):
 class _Shared(NamedTuple):
     """Shared memory of a CTA, and its barriers."""
 
-    q: Any  # [slots, ROWS, C]; with several computing warpgroups the first kept result too
-    ring: Any  # [slots, BLOCK, C]
-    kept_results: list
-    weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
-    kept: Any  # [num_compute, 2, C], of new tokens
-    q_filled: Any  # [2]
-    filled: Any  # [slots]
-    q_free: Any  # [2]
-    free: Any  # [slots]
-    own: Any  # of the schedule
+    slots: RunSlots
+    barriers: RunBarriers
 
 
 def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
@@ -324,10 +320,13 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     weights = plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), job.dtype)
     ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
     of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (2, num_slots))
+    weights = weights if job.is_interpreted else None
     return _Shared(
-        q=q, ring=ring, kept_results=kept_results, weights=weights if job.is_interpreted else None,
-        kept=kept, q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
-        own=schedule.barrier,
+        RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept),
+        RunBarriers(
+            q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
+            own=schedule.barrier,
+        ),
     )  # fmt: skip
 
 
@@ -352,7 +351,8 @@ def launch(
 
     def whole_body(arrays: _Arrays, results: list, shared: _Shared):
         evict_first(arrays.pages, is_interpreted=job.is_interpreted)
-        q, kept_results, weights = shared.q, list(shared.kept_results), shared.weights
+        q, kept_results = shared.slots.q, list(shared.slots.kept_results)
+        weights = shared.slots.weights
         if _shares_queries(job, schedule):
             q, kept_results[0] = q
         if weights is not None:
@@ -360,9 +360,8 @@ def launch(
         memory = Memory(
             queries=list(arrays.queries), pages=arrays.pages, positions=arrays.positions,
             table=arrays.table, num_entries=arrays.num_entries, layer=arrays.layer,
-            results=results, q=q, ring=shared.ring, kept_results=kept_results, weights=weights,
-            kept=shared.kept, q_filled=shared.q_filled, filled=shared.filled, q_free=shared.q_free,
-            free=shared.free, barrier=shared.own,
+            results=results, barriers=shared.barriers,
+            slots=shared.slots._replace(q=q, kept_results=kept_results, weights=weights),
             ask_ahead=functools.partial(ask_ahead, arrays.prefetch),
         )  # fmt: skip
         body(memory)

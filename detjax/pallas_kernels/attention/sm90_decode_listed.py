@@ -191,7 +191,7 @@ def attend_sequences(job: Job, operands: Operands) -> jax.Array:
             turn.prepare_new_token()
             out, _, weight_sum = _fold_splits(turn)
             out = job.math.finish(out, weight_sum, turn.row_pos >= 0, job.dtype)
-            kept = memory.kept_results[0].at[work.owner(turn.index)]
+            kept = memory.slots.kept_results[0].at[work.owner(turn.index)]
             _write_rows(job, kept, memory.results[0], out, turn.run)
 
         share_turns(work, one_turn)

@@ -65,12 +65,12 @@ class Turn:
     @property
     def _kept(self):
         """Where this warpgroup keeps a new token's key and value."""
-        return self.work.memory.kept.at[self.work.owner(self.index)]
+        return self.work.memory.slots.kept.at[self.work.owner(self.index)]
 
     def free_queries(self) -> None:
         """Let the loading warpgroup fill the slot of the queries again."""
         if self.q_slot is not None:
-            plgpu.barrier_arrive(self.work.memory.q_free.at[self.q_slot])
+            plgpu.barrier_arrive(self.work.memory.barriers.q_free.at[self.q_slot])
 
     def empty(self):
         """The state before any block: output, maximum and sum."""
@@ -95,13 +95,13 @@ class Turn:
         """The scores of a block, and what `meanwhile` gives."""
         job, memory = self.work.job, self.work.memory
         slot = self.work.slot(self.index, 0, self.base + j)
-        plgpu.barrier_wait(memory.filled.at[slot])
+        plgpu.barrier_wait(memory.barriers.filled.at[slot])
         if may_be_new:
-            self._put_new(j, 0, memory.ring.at[slot])
+            self._put_new(j, 0, memory.slots.ring.at[slot])
         scores, result = bits.product_during(
-            job.math, self.q, memory.ring.at[slot].T, (bits.ROWS, bits.BLOCK), meanwhile
+            job.math, self.q, memory.slots.ring.at[slot].T, (bits.ROWS, bits.BLOCK), meanwhile
         )
-        plgpu.barrier_arrive(memory.free.at[slot])
+        plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return scores, result
 
     def _softmax(self, j, scores, m, weight_sum, is_masked):
@@ -112,14 +112,19 @@ class Turn:
             scores = math.mask(scores, self.row_pos, first_key, None)
         scale = bits.score_scale(job.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
-        return m, weight_sum, decay, bits.operand(weights, job.dtype, self.work.memory.weights)
+        return (
+            m,
+            weight_sum,
+            decay,
+            bits.operand(weights, job.dtype, self.work.memory.slots.weights),
+        )
 
     def _add_values(self, j, out, decay, operand, is_masked):
         """The output with a block's values."""
         job, memory, run = self.work.job, self.work.memory, self.run
         slot = self.work.slot(self.index, 1, self.base + j)
-        plgpu.barrier_wait(memory.filled.at[slot])
-        v = memory.ring.at[slot]
+        plgpu.barrier_wait(memory.barriers.filled.at[slot])
+        v = memory.slots.ring.at[slot]
         if is_masked:
             first_key = (run.first_block + j) * bits.BLOCK
 
@@ -129,7 +134,7 @@ class Turn:
 
             self._put_new(j, 1, v)
         out, _ = bits.chained_product(job.math, out, decay, operand, v)
-        plgpu.barrier_arrive(memory.free.at[slot])
+        plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return out
 
     def one_block(self, j, carry, is_masked):
@@ -183,10 +188,10 @@ def start_turn(work: DecodeWork, turn, base) -> Turn:
     q_slot = page = offset = None
     if job.new_token is None:
         q_slot = lax.rem(turn, jnp.int32(2))
-        q = memory.q.at[q_slot]
-        plgpu.barrier_wait(memory.q_filled.at[q_slot])
+        q = memory.slots.q.at[q_slot]
+        plgpu.barrier_wait(memory.barriers.q_filled.at[q_slot])
     else:
-        q = memory.q.at[work.owner(turn)]
+        q = memory.slots.q.at[work.owner(turn)]
         offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
         # Read now, used when the page has been loaded.
         page = run.page(jnp.minimum(run.full, run.blocks - 1))
@@ -249,13 +254,13 @@ def load_runs(
 
             @pl.when(turn >= 2)
             def _q_is_free():
-                plgpu.barrier_wait(memory.q_free.at[q_slot])
+                plgpu.barrier_wait(memory.barriers.q_free.at[q_slot])
 
             rows = pl.ds(lax.div(first_row, jnp.int32(8)) * 8, job.padded_rows)
             plgpu.copy_gmem_to_smem(
                 memory.queries[0].at[rows],
-                memory.q.at[q_slot, pl.ds(0, job.padded_rows)],
-                memory.q_filled.at[q_slot],
+                memory.slots.q.at[q_slot, pl.ds(0, job.padded_rows)],
+                memory.barriers.q_filled.at[q_slot],
             )
 
         def one_page(j, page):
@@ -266,13 +271,13 @@ def load_runs(
 
                 @pl.when(2 * index + half >= job.num_slots)
                 def _is_free(slot=slot):
-                    plgpu.barrier_wait(memory.free.at[slot])
+                    plgpu.barrier_wait(memory.barriers.free.at[slot])
 
                 load_written(
                     run.last + 1 - (run.first_block + j) * bits.BLOCK,
                     memory.pages.at[work.page_row(run, page, half)],
-                    memory.ring.at[slot],
-                    memory.filled.at[slot],
+                    memory.slots.ring.at[slot],
+                    memory.barriers.filled.at[slot],
                     at_once=job.config.keys_at_once,
                 )
             return next_page
@@ -284,9 +289,9 @@ def load_runs(
     turns = work.turns_of(owner)
     total = lax.fori_loop(0, turns, one_run, jnp.int32(0))
     pl.when(owner == 0)(memory.ask_ahead)
-    rings = [(memory.free, job.num_slots, 2 * total)]
+    rings = [(memory.barriers.free, job.num_slots, 2 * total)]
     if job.new_token is None:
-        rings.append((memory.q_free, 2 // count, turns))
+        rings.append((memory.barriers.q_free, 2 // count, turns))
     for free, num_slots, num_used in rings:
         bits.drain(free, num_used, owner * num_slots, num_slots)
 

@@ -65,6 +65,16 @@ class _Sent(NamedTuple):
     weights: Any  # [at_once, SPREAD, ROWS, BLOCK]; words of a warp's lanes if not interpreted
 
 
+class _Barriers(NamedTuple):
+    """Barriers of a CTA's slots, and those at which a cluster meets."""
+
+    k_filled: Any  # [RING]
+    v_filled: Any  # [RING * SPREAD]
+    k_free: Any  # [RING]
+    v_free: Any  # [RING]
+    meeting: Any  # [3], if interpreted
+
+
 class _Shared(NamedTuple):
     """Shared memory of a CTA, and its barriers."""
 
@@ -76,11 +86,30 @@ class _Shared(NamedTuple):
     flags: Any  # [8] int32, barriers of `ClusterExchange`, unless interpreted
     weights: Any  # [ROWS, BLOCK], if interpreted
     wide: Any  # [BLOCK, C], if interpreted
-    k_filled: Any  # [RING]
-    v_filled: Any  # [RING * SPREAD]
-    k_free: Any  # [RING]
-    v_free: Any  # [RING]
-    meeting: Any  # [3], if interpreted
+    barriers: _Barriers
+
+
+class _Place(NamedTuple):
+    """Which share of the work a CTA has."""
+
+    cta: Any  # the pair of a sequence and a kv head
+    rank: Any  # of the cluster
+    here: tuple  # the sequence and the kv head
+    part: Any  # which block of a split
+    group: Any  # which of the splits of a turn
+    slices: Any  # channels of the output
+
+
+class _Turns(NamedTuple):
+    """What a CTA reads of its sequence before its first turn."""
+
+    last: Any  # position of the new token
+    layer: Any  # which layer's pages
+    first_pages: tuple  # of the first turn; see `_pages_of`
+    all_blocks: Any  # of the sequence
+    num_splits: Any  # of the sequence
+    num: Any  # turns of the cluster
+    new_page: Any  # page of the new token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,18 +124,8 @@ class _Cta:
         sent: What CTAs send each other.
         exchange: How.
         wg: Which warpgroup.
-        place: Which pair of a sequence and a kv head, and which CTA of the cluster.
-        here: The sequence and the kv head.
-        part: Which block of a split.
-        group: Which of the splits of a turn.
-        slices: Channels of the output.
-        last: Position of the new token.
-        layer: Which layer's pages.
-        first_pages: Of the first turn; see `_pages_of`.
-        all_blocks: Of the sequence.
-        num_splits: Of the sequence.
-        num_turns: Of the cluster.
-        new_page: Page of the new token.
+        place: Which share it has.
+        turns: How many there are, and where their pages lie.
     """
 
     job: Job
@@ -116,18 +135,8 @@ class _Cta:
     sent: _Sent
     exchange: ClusterExchange
     wg: Any
-    place: tuple
-    here: tuple
-    part: Any
-    group: Any
-    slices: Any
-    last: Any
-    layer: Any
-    first_pages: tuple
-    all_blocks: Any
-    num_splits: Any
-    num_turns: Any
-    new_page: Any
+    place: _Place
+    turns: _Turns
 
     @property
     def new_token(self) -> NewToken:
@@ -147,13 +156,13 @@ class _Cta:
 
     def blocks_of(self, turn) -> tuple:
         """The split of a turn: its first block, and how many it has."""
-        first = (turn * self.at_once + self.group) * SPREAD
-        return first, jnp.clip(self.all_blocks - first, 0, SPREAD)
+        first = (turn * self.at_once + self.place.group) * SPREAD
+        return first, jnp.clip(self.turns.all_blocks - first, 0, SPREAD)
 
     def page_row(self, page, half: int):
         """Where the page's keys (half 0) or values (half 1) lie among the rows of pages."""
-        job, (_, kv_head) = self.job, self.here
-        return ((self.layer * job.num_pages + page) * 2 + half) * job.kv_heads + kv_head
+        job, (_, kv_head) = self.job, self.place.here
+        return ((self.turns.layer * job.num_pages + page) * 2 + half) * job.kv_heads + kv_head
 
     def run(self) -> None:
         """Both warpgroups; which one it is decides what it does."""
@@ -173,50 +182,50 @@ class _Cta:
             if self.arrays.prefetch is not None:
                 pl.when(turn == 0)(self.ask_ahead)
             return lax.cond(
-                turn + 1 < self.num_turns, lambda: self.pages_of(turn + 1), lambda: found
+                turn + 1 < self.turns.num, lambda: self.pages_of(turn + 1), lambda: found
             )
 
-        lax.fori_loop(0, self.num_turns, one_turn, self.first_pages)
-        for free in (self.shared.k_free, self.shared.v_free):
-            bits.drain(free, self.num_turns)
+        lax.fori_loop(0, self.turns.num, one_turn, self.turns.first_pages)
+        for free in (self.shared.barriers.k_free, self.shared.barriers.v_free):
+            bits.drain(free, self.turns.num)
 
     def pages_of(self, turn) -> tuple:
         """See `_pages_of`."""
-        split = turn * self.at_once + self.group
-        return _pages_of(self.job, self.arrays.table, self.here[0], self.part, split)
+        split = turn * self.at_once + self.place.group
+        return _pages_of(self.job, self.arrays.table, self.place.here[0], self.place.part, split)
 
     def load_turn(self, turn, pages: tuple) -> None:
         """Copy the blocks of a turn that are there; `pages` are theirs."""
-        shared, part = self.shared, self.part
+        shared, part = self.shared, self.place.part
         first, blocks = self.blocks_of(turn)
         slot = lax.rem(turn, jnp.int32(RING))
 
         @pl.when(turn >= RING)
         def _is_free():
-            plgpu.barrier_wait(shared.k_free.at[slot])
-            plgpu.barrier_wait(shared.v_free.at[slot])
+            plgpu.barrier_wait(shared.barriers.k_free.at[slot])
+            plgpu.barrier_wait(shared.barriers.v_free.at[slot])
 
         def copy(block, source, smem, filled):
-            num_written = self.last + 1 - block * bits.BLOCK
+            num_written = self.turns.last + 1 - block * bits.BLOCK
             load_written(num_written, source, smem, filled, at_once=self.job.config.keys_at_once)
 
         @pl.when(part < blocks)
         def _keys():
             block, source = first + part, self.arrays.pages.at[self.page_row(pages[0], 0)]
-            copy(block, source, shared.k.at[slot], shared.k_filled.at[slot])
+            copy(block, source, shared.k.at[slot], shared.barriers.k_filled.at[slot])
 
         for j in range(SPREAD):
 
             @pl.when(j < blocks)
             def _values(j=j):
                 place = slot * SPREAD + j
-                source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.slices]
-                copy(first + j, source, shared.v.at[place], shared.v_filled.at[place])
+                source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.place.slices]
+                copy(first + j, source, shared.v.at[place], shared.barriers.v_filled.at[place])
 
     def ask_ahead(self) -> None:
         """Ask for this CTA's share of the next product's weights."""
-        config, (cta, rank) = self.job.config, self.place
-        share = cta * config.cluster + rank
+        config = self.job.config
+        share = self.place.cta * config.cluster + self.place.rank
         num_shares = self.job.batch * self.job.kv_heads * config.cluster
         ask_for(self.arrays.prefetch, share, num_shares, num_bytes=config.prefetched)
 
@@ -224,46 +233,48 @@ class _Cta:
 
     def compute(self) -> None:
         """The new token, then the turns."""
-        self.new_token.prepare(list(self.arrays.new), *self.here, self.shared.q, self.shared.kept)
+        self.new_token.prepare(
+            list(self.arrays.new), *self.place.here, self.shared.q, self.shared.kept
+        )
         self.exchange.started()
 
         def one_turn(turn, carry):
             self.one_turn(turn)
             return carry
 
-        lax.fori_loop(0, self.num_turns, one_turn, jnp.int32(0))
+        lax.fori_loop(0, self.turns.num, one_turn, jnp.int32(0))
 
     def one_turn(self, turn) -> None:
         """A split: scores and weights of one of its blocks, outputs of a share of the channels."""
         shared, math = self.shared, self.job.math
         first, blocks = self.blocks_of(turn)
         slot = lax.rem(turn, jnp.int32(RING))
-        maxima = self.sent.maxima.at[self.group, lax.rem(turn, jnp.int32(2))]
-        block, last_block = first + self.part, self.all_blocks - 1
+        maxima = self.sent.maxima.at[self.place.group, lax.rem(turn, jnp.int32(2))]
+        block, last_block = first + self.place.part, self.turns.all_blocks - 1
 
-        @pl.when(self.part < blocks)
+        @pl.when(self.place.part < blocks)
         def _wait_for_keys():
-            plgpu.barrier_wait(shared.k_filled.at[slot])
+            plgpu.barrier_wait(shared.barriers.k_filled.at[slot])
 
-        offset = lax.rem(jnp.maximum(self.last, 0), jnp.int32(bits.BLOCK))
+        offset = lax.rem(jnp.maximum(self.turns.last, 0), jnp.int32(bits.BLOCK))
         has_last = (blocks > 0) & (last_block < first + SPREAD)
 
         @pl.when(block == last_block)
         def _put_key():
-            page = self.arrays.pages.at[self.page_row(self.new_page, 0)]
+            page = self.arrays.pages.at[self.page_row(self.turns.new_page, 0)]
             self.new_token.put(shared.kept, 0, shared.k.at[slot], page, offset)
 
         scores = self.scores(slot, block)
         scale = bits.score_scale(self.job.channels)
         block_max = math.mul(jnp.max(scores, axis=1), math.full((bits.ROWS,), scale))
-        self.exchange.send_rows(block_max, maxima, self.part, self.group, 0, math)
+        self.exchange.send_rows(block_max, maxima, self.place.part, self.place.group, 0, math)
         self.exchange.meet(0, turn, SPREAD * SENT_ROWS * 4)
         self.send_weights(scores, self.running_max(maxima), scale)
         for j in range(SPREAD):
 
             @pl.when(j < blocks)
             def _wait_for_values(j=j):
-                plgpu.barrier_wait(shared.v_filled.at[slot * SPREAD + j])
+                plgpu.barrier_wait(shared.barriers.v_filled.at[slot * SPREAD + j])
 
         @pl.when(has_last)
         def _put_value():
@@ -271,8 +282,8 @@ class _Cta:
 
         self.exchange.meet(1, turn, SPREAD * SENT_ROWS * (bits.BLOCK * 2 + 4))
         out, m, weight_sum = self.add_blocks(slot, blocks, maxima)
-        plgpu.barrier_arrive(shared.v_free.at[slot])
-        split = turn * self.at_once + self.group
+        plgpu.barrier_arrive(shared.barriers.v_free.at[slot])
+        split = turn * self.at_once + self.place.group
         pl.when(blocks > 0)(functools.partial(self.send_partial, split, out, m, weight_sum))
 
     def scores(self, slot, block):
@@ -280,9 +291,9 @@ class _Cta:
         shared, math = self.shared, self.job.math
         # A block that is not there is masked whole: its maximum is no one's.
         scores = bits.product(shared.q, shared.k.at[slot].T, (bits.ROWS, bits.BLOCK))
-        plgpu.barrier_arrive(shared.k_free.at[slot])
+        plgpu.barrier_arrive(shared.barriers.k_free.at[slot])
         scores = math.first_half(scores)
-        row_pos = math.cast(jnp.full((bits.ROWS,), self.last), math.row_layout)
+        row_pos = math.cast(jnp.full((bits.ROWS,), self.turns.last), math.row_layout)
         return math.mask(scores, row_pos, block * bits.BLOCK, None)
 
     def running_max(self, maxima):
@@ -290,13 +301,13 @@ class _Cta:
         math = self.job.math
         m = math.full((bits.ROWS,), bits.EMPTY_MAX)
         for j in range(SPREAD):
-            is_before = j < self.part + 1
+            is_before = j < self.place.part + 1
             m = math.choose(is_before, jnp.maximum(m, math.load(maxima.at[j])), m)
         return math.first_half(m)
 
     def send_weights(self, scores, new_m, scale: float) -> None:
         """The weights of this CTA's block, and their sum, to all CTAs of the split."""
-        math, part, group = self.job.math, self.part, self.group
+        math, part, group = self.job.math, self.place.part, self.place.group
         weights = math.exp2_scaled(scores, math.spread(-new_m, scores.shape), scale)
         row_sum = math.row_sum(weights)
         # ROUND: weights to the compute dtype for the product; their sum is not rounded.
@@ -306,9 +317,9 @@ class _Cta:
 
     def put_value(self, v_smem, offset) -> None:
         """Put the new token's value in row `offset` of the last block, here and in the cache."""
-        value = self.new_token.kept(self.shared.kept, 1).at[self.slices]
+        value = self.new_token.kept(self.shared.kept, 1).at[self.place.slices]
         _put_value_share(v_smem, value, offset, self.job.math)
-        row = self.arrays.pages.at[self.page_row(self.new_page, 1), offset, self.slices]
+        row = self.arrays.pages.at[self.page_row(self.turns.new_page, 1), offset, self.place.slices]
         _write_row(value, row, self.share, self.job.is_interpreted)
 
     def add_blocks(self, slot, blocks, maxima):
@@ -319,7 +330,7 @@ class _Cta:
             out, m, weight_sum = carry
             other = jnp.maximum(m, math.load(maxima.at[j]))
             decay = math.exp2_difference(m, other)
-            weight_sum = math.fma(weight_sum, decay, math.load(sums.at[self.group, j]))
+            weight_sum = math.fma(weight_sum, decay, math.load(sums.at[self.place.group, j]))
             return self.add_values(slot, j, out, decay), other, weight_sum
 
         empty = (
@@ -334,24 +345,27 @@ class _Cta:
         job, shared, weights = self.job, self.shared, self.sent.weights
         values = shared.v.at[slot * SPREAD + j]
         if not job.is_interpreted:
-            operand = read_weights(weights.at[self.group, j], job.math, job.dtype)
+            operand = read_weights(weights.at[self.place.group, j], job.math, job.dtype)
             out, _ = bits.chained_product(job.math, out, decay, operand, values)
             return out
         # A processor's product of other columns may add up otherwise.
-        shared.weights[...], shared.wide[:, self.slices] = weights[self.group, j], values[...]
+        shared.weights[...], shared.wide[:, self.place.slices] = (
+            weights[self.place.group, j],
+            values[...],
+        )
         wide = bits.product(shared.weights, shared.wide, (bits.ROWS, job.channels))
-        wide = lax.dynamic_slice_in_dim(wide, self.part * self.share, self.share, 1)
+        wide = lax.dynamic_slice_in_dim(wide, self.place.part * self.share, self.share, 1)
         return out * lax.broadcast_in_dim(decay, out.shape, [0]) + wide
 
     def send_partial(self, split, out, m, weight_sum) -> None:
         """The state of a split to the first CTA, which merges them."""
         job, scales = self.job, self.sent.scales
-        first_channel = self.part * self.share
+        first_channel = self.place.part * self.share
         self.exchange.send_out(
             out, self.sent.outs, split, first_channel, job.padded_rows, job.channels
         )
 
-        @pl.when(self.part == 0)
+        @pl.when(self.place.part == 0)
         def _scales():
             self.exchange.send_to_leader(m, scales.at[split, 0])
             self.exchange.send_to_leader(weight_sum, scales.at[split, 1])
@@ -362,14 +376,14 @@ class _Cta:
         if is_interpreted:
             self.exchange.meet(2, 0, 0)
 
-        @pl.when(self.place[1] == 0)
+        @pl.when(self.place.rank == 0)
         def _merge():
             if not is_interpreted:
                 a_split = SENT_ROWS * (job.channels + 2) * 4
-                self.exchange.meet(2, 0, self.num_splits * a_split)
+                self.exchange.meet(2, 0, self.turns.num_splits * a_split)
             merge_splits(
-                job, self.sent.outs, self.sent.scales, self.out, self.here, self.last, 0,
-                self.num_splits,
+                job, self.sent.outs, self.sent.scales, self.out, self.place.here,
+                self.turns.last, 0, self.turns.num_splits,
             )  # fmt: skip
 
 
@@ -392,7 +406,7 @@ def _start(job: Job, arrays: _Arrays, sent: _Sent | None, out, shared: _Shared) 
     slices = pl.ds(part * (job.channels // SPREAD), job.channels // SPREAD)
     sent = shared.sent if sent is None else _Sent(*(ref.at[cta] for ref in sent))
     exchange = ClusterExchange(
-        is_interpreted=job.is_interpreted, meeting=shared.meeting, flags=shared.flags
+        is_interpreted=job.is_interpreted, meeting=shared.barriers.meeting, flags=shared.flags
     )
     exchange.start(wg)
 
@@ -409,9 +423,11 @@ def _start(job: Job, arrays: _Arrays, sent: _Sent | None, out, shared: _Shared) 
     new_entry = jnp.clip(all_blocks - 1, 0, arrays.table.shape[1] - 1)
     return _Cta(
         job=job, arrays=arrays, out=out, shared=shared, sent=sent, exchange=exchange,
-        wg=wg, place=(cta, rank), here=(seq, kv_head), part=part, group=group, slices=slices,
-        last=last, layer=layer, first_pages=first_pages, all_blocks=all_blocks,
-        num_splits=num_splits, num_turns=num_turns, new_page=now(arrays.table, seq, new_entry),
+        wg=wg, place=_Place(cta, rank, (seq, kv_head), part, group, slices),
+        turns=_Turns(
+            last=last, layer=layer, first_pages=first_pages, all_blocks=all_blocks,
+            num_splits=num_splits, num=num_turns, new_page=now(arrays.table, seq, new_entry),
+        ),
     )  # fmt: skip
 
 
@@ -465,8 +481,8 @@ def _shared_types(job: Job, shapes: _Sent) -> _Shared:
         k=plgpu.SMEM((RING, bits.BLOCK, channels), dtype, transforms=whole),
         v=plgpu.SMEM((RING * SPREAD, bits.BLOCK, share), dtype, transforms=part),
         kept=plgpu.SMEM(job.new_token.kept_shape, dtype),
-        sent=sent, flags=flags, weights=weights, wide=wide, k_filled=k_filled, v_filled=v_filled,
-        k_free=k_free, v_free=v_free, meeting=meeting,
+        sent=sent, flags=flags, weights=weights, wide=wide,
+        barriers=_Barriers(k_filled, v_filled, k_free, v_free, meeting),
     )  # fmt: skip
 
 
