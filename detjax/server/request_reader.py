@@ -271,7 +271,10 @@ class RequestReader:
         except RefusedError as error:
             error.field = "messages" if error.field == "prompt" else error.field
             raise
-        shape = dataclasses.replace(shape, syntax=self._syntax_of(asked, ids))
+        syntax, sampling = self._syntax_of(asked, ids), shape.sampling
+        if syntax is not None and syntax.has_channels:  # which control tokens tell apart
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+        shape = dataclasses.replace(shape, syntax=syntax, sampling=sampling)
         return PreparedRequest(
             engine_prompts=[EnginePrompt(token_ids=ids)], shape=shape, fields=asked
         )
