@@ -362,4 +362,6 @@ def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
     return f"chat_template_kwargs.{place}" if place in variables else "messages"
 
 
-_OF_CHAT = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+_OF_CHAT = (
+    "tools", "documents", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.engine.outputs.text import TextStream
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.generation_config import default_sampling
@@ -25,6 +26,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.server.answer_reader import AnswerReader, AnswerSyntax, Said, ToolCall
 
 from .published_configs import GPT_OSS
 
@@ -253,6 +255,9 @@ def test_a_chat_is_that_of_the_folders_template(folder):
     assert ids == ours.backend.encode(text, add_special_tokens=False).ids
     assert ours.backend.decode(ids, skip_special_tokens=False) == text
     assert ids[-2:] == [CONTROL["<|start|>"], ours.backend.token_to_id("assistant")]
+    thought = [MESSAGES[1], MESSAGES[2] | {"reasoning_content": "I ask."}]
+    thought = ours.render_chat(thought, variables={"tools": TOOLS})
+    assert "<|start|>assistant<|channel|>analysis<|message|>I ask.<|end|>" in thought
     middle = ours.render_chat(MESSAGES, variables={"tools": TOOLS})
     assert "Reasoning: medium" in middle  # and where nothing is asked
 
@@ -278,3 +283,27 @@ def test_a_conversation_that_the_template_refuses_is_refused_with_its_words(fold
     ):
         with pytest.raises(ValueError, match=says):
             ours.render_chat([{"role": "user", "content": "a"}, message])
+
+
+ANSWER = (
+    "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"town": "Aix"}<|call|>'
+)
+
+
+@pytest.mark.parametrize("shows_special", [True, False])
+def test_channels_of_an_answer_are_told_apart_where_control_tokens_are_shown(folder, shows_special):
+    """As the server shows them to who reads an answer; without them it is one text."""
+    ours = Tokenizer.from_folder(folder)
+    assert ours.chat_template is not None
+    syntax = AnswerSyntax.of(ours.chat_template, TOOLS, prompt="", is_forced=False)
+    assert syntax.has_channels
+    stream, said = TextStream(ours, shows_special=shows_special, end_ids=ENDS), Said()
+    reader = AnswerReader(syntax)
+    for token_id in ours.encode_raw(ANSWER):
+        said = said.then(reader.push(stream.push(token_id).text))
+    said = said.then(reader.push(stream.finish())).then(reader.finish())
+    call = ToolCall("weather", '{"town": "Aix"}')
+    glued = 'analysisWhere?assistantcommentary to=functions.weather json{"town": "Aix"}'
+    want = Said(reasoning="Where?", calls=(call,)) if shows_special else Said(content=glued)
+    assert said == want
