@@ -181,6 +181,24 @@ def test_any_text_is_read_the_same_however_it_is_cut(which, parts, cuts):
     assert told or not text.strip("</think>\n ")
 
 
+CHANNELS = ["<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "analysis",
+            "final", " to=functions.add", " to=rm", "json", '{"a": 1}', "x", "\n", " ", "<|", "|>",
+            "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    parts=st.lists(st.sampled_from(CHANNELS), max_size=12),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)
+def test_any_messages_with_channels_are_read_the_same_however_they_are_cut(parts, cuts):
+    text, reader, said = "".join(parts), AnswerReader(form(HARMONY)), Said()
+    rest = text
+    for count in cuts:
+        said, rest = said.then(reader.push(rest[:count])), rest[count:]
+    assert said.then(reader.push(rest)).then(reader.finish()) == read(form(HARMONY), text)
+
+
 @pytest.mark.parametrize(
     ("its", "sign"),
     [
