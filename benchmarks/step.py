@@ -43,6 +43,7 @@ from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import LARGEST, quantise_params
+from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -70,6 +71,17 @@ def _config(*, qk_norm: bool = False, qkv_bias: bool = False, **sizes) -> ModelC
     )
 
 
+def _gpt_oss(*, num_experts: int, num_layers: int) -> ModelConfig:
+    """As the family's defaults have it, and no end: a step is any step."""
+    config = config_from_hf(
+        {
+            "architectures": ["GptOssForCausalLM"], "num_local_experts": num_experts,
+            "num_hidden_layers": num_layers,
+        }
+    )  # fmt: skip
+    return dataclasses.replace(config, max_position_embeddings=8192, eos_token_ids=())
+
+
 MODELS = {
     "llama3_8b": _config(
         vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
@@ -94,6 +106,7 @@ MODELS = {
             num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * 48
         ),
     ),
+    "gpt_oss_20b": _gpt_oss(num_experts=32, num_layers=24),
     # What `tools/train_tiny.py` trains.
     "novels_130m": _config(
         vocab_size=4096, hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=4,
@@ -330,7 +343,8 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     weights = sum(x.nbytes for x in shared) - params["embed"].nbytes
     weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
-    kv = 4 * config.num_layers * len(case.rows) * config.num_kv_heads * context * config.head_dim
+    num_keys = sum(min(context, window or context) for window in config.sliding_windows)
+    kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
 
@@ -350,7 +364,9 @@ def prefill_flop(model: LoadedModel, length: int) -> float:
     *layers, last = model.params["layers"]
     of_all = weights(layers) + last["qkv"].size
     of_last = weights(last) - last["qkv"].size
-    scores = (config.num_layers - 1) * config.num_heads * config.head_dim * length**2
+    seen = (min(length, window or length) for window in config.sliding_windows[:-1])
+    num_pairs = sum(2 * window * length - window**2 for window in seen)
+    scores = config.num_heads * config.head_dim * num_pairs
     scores += 2 * config.num_heads * config.head_dim * length
     return 2 * of_all * length + 2 * of_last + 2 * scores
 

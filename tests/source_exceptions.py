@@ -44,7 +44,7 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
             "context_management": 1, "function_call": 1, "include": 1, "max_tool_calls": 1,
             "modalities": 1, "moderation": 1, "prediction": 1, "previous_response_id": 1,
             "prompt_cache_key": 1, "prompt_cache_options": 1, "prompt_cache_retention": 1,
-            "reasoning_effort": 1, "safety_identifier": 1, "service_tier": 1, "strict": 2,
+            "safety_identifier": 1, "service_tier": 1, "strict": 2,
             "truncation": 1, "web_search_options": 1,
         },
         "Fields of requests to an administrator's routes, as vLLM's clients send them.": {

@@ -427,6 +427,8 @@ def test_steps_of_other_bits_are_not_told(write):
     ((row,),) = tables(steps.benchmarks())
     assert (row["invariant"], row["fast"]) == ("8.00", "48.00")
     assert row["invariant over fast, speed"] == "6.00" and row["share of the limit"] == "0.75"
+    write("step_gpt_oss", bits, step_row(8, 4.0))
+    assert [row["invariant"] for (row,) in tables(steps.benchmarks())] == ["8.00", "4.00"]
     write("step_experts", bits | {"same": False}, step_row(8, 8.0))
     with pytest.raises(ValueError, match="other bits"):
         steps.benchmarks()

@@ -96,6 +96,17 @@ EXPERT_STEPS = Part(
 )
 
 
+OSS_STEPS = Part(
+    rows=lambda gpu: [steps("step_gpt_oss", gpu)],
+    note=lambda found: (
+        f"{found[0]['gpu']}, gpt-oss-20b shapes (24 layers, 32 experts of width 2880, 4 a token), "
+        "random weights, expanded to bfloat16. The limits are those of the table above; a layer "
+        "with a window reads 128 keys of a sequence."
+    ),
+    columns=STEP_COLUMNS,
+)
+
+
 def card(row: dict) -> str:
     """What was measured on."""
     return f"One {row['gpu']}, jax {row['jax']}, Llama-3.1-8B shapes, random data, bfloat16."
@@ -349,7 +360,7 @@ def benchmarks() -> list[str]:
         lines += ["", f"### {GPUS[gpu]}", *parts] if parts else []
     lines += engines()
     for title, parts in (
-        ("Mixtures of experts", (EXPERT_STEPS, EXPERT_KERNELS)),
+        ("Mixtures of experts", (EXPERT_STEPS, OSS_STEPS, EXPERT_KERNELS)),
         ("At production sizes", (PRODUCTION,)),
     ):
         found = [line for gpu in GPUS for part in parts for line in part.lines(gpu)]

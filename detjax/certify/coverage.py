@@ -13,7 +13,6 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -56,9 +55,12 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     },
     **{
         (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
-        for name in ("exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
+        for name in (
+            "exaone4", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "seed_oss",
+            "smollm3",
+        )
     },
-}
+}  # fmt: skip
 """What tests of detjax prove with models that have what makes the family: biases of qwen2, norms of
 heads of qwen3, the window of mistral. They ran where detjax was made, not here."""
 
@@ -87,10 +89,6 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": _GEMMA_REFUSED,
     "gemma3_text": _GEMMA_REFUSED,
     "gpt_oss": {
-        **{
-            (dtype, Backend.SM90): KERNELS[Backend.SM90].withheld_sinks
-            for dtype in ("bfloat16", "float32")
-        },
         ("bfloat16", Backend.REFERENCE): (
             "attention of the reference backend has no sinks; use portable"
         ),

@@ -30,6 +30,7 @@ _READS_OBJECTS = re.compile(
     r"""\b(?:arguments|tool_calls?|function|call)['"\])]*\s*(?:\|\s*(?:tojson|items)|\.items)"""
     r"""|\barguments['"\]]*\s+is\s+(?:not\s+)?(?:string|mapping)"""
 )
+_READS_THINKING = re.compile(r"""\.thinking\b|\[['"]thinking['"]\]""")
 _PRINTS_TEXT = re.compile(r"""\barguments['"\])]*\s*(?:[-+]?[}%]\}|\+|~)""")
 
 
@@ -42,12 +43,14 @@ class Habits:
         literals: Those in quotes, among them the roles that it tells apart.
         tests_null: It asks whether a content is none, so a content of null stays null.
         reads_objects: It prints the arguments of tool calls as JSON itself, so they are objects.
+        says_thinking: It reads what a model has thought as `thinking` (harmony).
     """
 
     words: frozenset[str]
     literals: frozenset[str]
     tests_null: bool
     reads_objects: bool
+    says_thinking: bool
 
 
 @functools.lru_cache(maxsize=16)
@@ -59,6 +62,8 @@ def habits_of(template: str) -> Habits:
         literals=frozenset(re.findall(r"""(?<=['"])[\w-]+(?=['"])""", template)),
         tests_null=_TESTS_NULL.search(template) is not None,
         reads_objects=bool(reads_objects),
+        says_thinking="reasoning_content" not in template
+        and bool(_READS_THINKING.search(template)),
     )
 
 
@@ -98,6 +103,8 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
             )
         if name in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str):
             raise ValueError(f"{where}.{name} is {value!r:.80}; give text")
+    if "reasoning_content" in kept and habits.says_thinking:
+        kept["thinking"] = kept.pop("reasoning_content")
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(f"{where}.tool_calls", kept["tool_calls"], habits)
     kept["content"] = _content(f"{where}.content", kept, habits)
@@ -112,7 +119,8 @@ def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | No
         return content
     if isinstance(content, list | tuple) and content:
         return "".join(_text(f"{where}[{i}]", part) for i, part in enumerate(content))
-    if content is None and ("tool_calls" in message or "reasoning_content" in message):
+    says_more = any(name in message for name in ("tool_calls", "reasoning_content", "thinking"))
+    if content is None and says_more:
         return None if habits.tests_null else ""
     said = "missing" if content is None else f"{content!r:.80}"
     raise ValueError(f'{where} is {said}; give text, or a list of {{"type": "text", "text": ...}}')

@@ -16,6 +16,9 @@ from detjax.engine.outputs.text import overlap
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CALLS, PYTHON_TAG = "[TOOL_CALLS]", "<|python_tag|>"
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
+"""What ends a message of harmony; the last two begin another."""
 
 
 class ToolCall(NamedTuple):
@@ -68,6 +71,8 @@ class AnswerSyntax:
         is_single: Of several calls the first alone is told.
         thinks: It may think first, between `<think>` and `</think>`.
         begins_thinking: The prompt ends with `<think>`.
+        has_channels: An answer is messages with a channel each (harmony, of gpt-oss): `analysis` is
+            what it thinks, a message to a function is a call. Its control tokens must be shown.
     """
 
     tools: frozenset[str] = frozenset()
@@ -77,12 +82,13 @@ class AnswerSyntax:
     is_single: bool = False
     thinks: bool = False
     begins_thinking: bool = False
+    has_channels: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether an answer is nothing but text."""
         calls = self.has_tags or self.is_json or self.is_forced
-        return not (calls or self.thinks or self.begins_thinking)
+        return not (calls or self.thinks or self.begins_thinking or self.has_channels)
 
     @classmethod
     def of(
@@ -113,6 +119,7 @@ class AnswerSyntax:
             is_single=is_single,
             thinks=THINK_END in template and not is_forced,
             begins_thinking=prompt.rstrip().endswith(THINK) and not is_forced,
+            has_channels=CHANNEL in template and MESSAGE in template and not is_forced,
         )
 
 
@@ -171,7 +178,11 @@ class AnswerReader:
         self._syntax = syntax
         self._held = ""
         self._state = self._reasoning if syntax.begins_thinking else self._begin
+        if syntax.has_channels:
+            self._state = self._begin_message
         self._trims = syntax.begins_thinking  # white space that comes next belongs to nothing
+        self._channel = ""  # of the message that is being read; "call" if it is one of ours
+        self._is_new, self._written = False, set[str]()  # of messages with channels
         self._is_over = False
         self._num_calls = 0
         self._is_told = True  # the call that is being read; others than the first may not be
@@ -321,6 +332,60 @@ class AnswerReader:
             return self._told(found)
         return Said()
 
+    def _begin_message(self) -> Said:
+        """Whether a message begins, or the answer goes on in one of the prompt."""
+        text = self._held.lstrip()
+        signs = (START, CHANNEL, MESSAGE, "to=")
+        if text.startswith(signs):
+            self._state = self._header
+        elif self._is_over or text and not any(sign.startswith(text) for sign in signs):
+            self._channel, self._state = "final", self._message
+        return Said()
+
+    def _header(self) -> Said:
+        """To whom a message is, and on which channel."""
+        head, end, rest = self._held.partition(MESSAGE)
+        if not end and not self._is_over:
+            return Said()
+        recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+        self._held, self._state, self._is_new = rest, self._message, True
+        self._channel = channel[1] if channel else "final"
+        if recipient is None or recipient[1] == "assistant":
+            return Said() if end else Said(content=head)
+        name = recipient[1].removeprefix("functions.")
+        if end and name in self._syntax.tools:
+            self._channel = "call"
+            return self._told((ToolCall(name, ""),))
+        self._channel = "final"  # to nobody that is known: it stays text
+        return Said(content=head + end)
+
+    def _message(self) -> Said:
+        """The text of a message."""
+        found = [at for sign in MESSAGE_ENDS if (at := self._held.find(sign)) >= 0]
+        text = self._held[: min(found)] if found else self._held
+        if not found and not self._is_over:
+            kept = max(overlap(text, sign) for sign in MESSAGE_ENDS)
+            text = text[: len(text) - kept]
+        self._held = self._held[len(text) :]
+        if found:
+            ended = next((s for s in MESSAGE_ENDS[:3] if self._held.startswith(s)), "")
+            self._held, self._state = self._held.removeprefix(ended), self._next_message
+        if self._channel == "call":
+            return Said(arguments=text if self._is_told else "")
+        kind = "reasoning" if self._channel == "analysis" else "content"
+        if text and self._is_new and kind in self._written:
+            text = "\n" + text  # behind another message's
+        if text:
+            self._is_new = False
+            self._written.add(kind)
+        return Said(reasoning=text) if kind == "reasoning" else Said(content=text)
+
+    def _next_message(self) -> Said:
+        """The beginning of another message; what is none stays text."""
+        if self._held or self._is_over:
+            self._state = self._begin_message
+        return Said()
+
     def _told(self, calls: tuple[ToolCall, ...]) -> Said:
         if self._syntax.is_single:
             calls = calls[: max(0, 1 - self._num_calls)]
@@ -385,6 +450,10 @@ _HEAD = re.compile(
     re.DOTALL,
 )
 """A call up to its arguments, in the order in which templates show it."""
+
+
+_RECIPIENT = re.compile(r"\bto=([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def _decoded(written: str) -> str | None:

@@ -76,8 +76,9 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             `continue_final_message` is.
         continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
-        add_special_tokens, audio, modalities, prediction, functions, function_call,
-        reasoning_effort, verbosity, web_search_options: Taken only as `NEUTRAL` has them.
+        reasoning_effort: Given to a template that has this variable, as that of gpt-oss.
+        add_special_tokens, audio, modalities, prediction, functions, function_call, verbosity,
+        web_search_options: Taken only as `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -88,7 +89,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         "prediction": (),
         "functions": ([],),
         "function_call": ("auto", "none"),
-        "reasoning_effort": (),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
@@ -105,13 +105,13 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     audio: dict[str, Any] | None = None
     modalities: list[str] | None = None
     prediction: dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
 
@@ -187,7 +187,12 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     def variables(self) -> dict[str, Any]:
         """What the template sees beside the messages."""
         has_tools = self.tool_choice != "none"
-        return _variables(self, tools=self.tools if has_tools else None, documents=self.documents)
+        return _variables(
+            self,
+            tools=self.tools if has_tools else None,
+            documents=self.documents,
+            reasoning_effort=self.reasoning_effort,
+        )
 
 
 def _variables(asked: "ChatRequest | TokenizeRequest", **fields: Any) -> dict[str, Any]:

@@ -271,7 +271,10 @@ class RequestReader:
         except RefusedError as error:
             error.field = "messages" if error.field == "prompt" else error.field
             raise
-        shape = dataclasses.replace(shape, syntax=self._syntax_of(asked, ids))
+        syntax, sampling = self._syntax_of(asked, ids), shape.sampling
+        if syntax is not None and syntax.has_channels:  # which control tokens tell apart
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+        shape = dataclasses.replace(shape, syntax=syntax, sampling=sampling)
         return PreparedRequest(
             engine_prompts=[EnginePrompt(token_ids=ids)], shape=shape, fields=asked
         )
@@ -359,4 +362,6 @@ def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
     return f"chat_template_kwargs.{place}" if place in variables else "messages"
 
 
-_OF_CHAT = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+_OF_CHAT = (
+    "tools", "documents", "reasoning_effort", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip

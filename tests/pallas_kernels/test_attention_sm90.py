@@ -57,17 +57,17 @@ def attend(q, pages, table, positions, window=None, sinks=None, is_interpreted=F
     )  # fmt: skip
 
 
-def prefill(q, pages, table, positions, window=None, **options):
+def prefill(q, pages, table, positions, window=None, sinks=None, **options):
     return sm90_prefill.prefill(
-        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), window=window,
+        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), sinks, window=window,
         config=sm90_prefill.PrefillConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
 
-def decode(q, pages, table, positions, window=None, **options):
+def decode(q, pages, table, positions, window=None, sinks=None, **options):
     assert window is None
     return sm90.decode(
-        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
+        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), sinks,
         config=sm90.DecodeConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
@@ -138,6 +138,7 @@ class NewTokens:
     pages: jax.Array
     table: jax.Array
     positions: jax.Array
+    sinks: jax.Array | None = None
 
     @property
     def place(self):
@@ -154,14 +155,16 @@ class NewTokens:
         )  # fmt: skip
         pages = jax.freeze(pages_ref)
         q = q.reshape(len(q), 1, -1, channels)
-        config = sm90.DecodeConfig(**options)
-        out = sm90.decode(q, pages, *self.place[1:], config=config, is_interpreted=is_interpreted)
+        out = sm90.decode(
+            q, pages, *self.place[1:], self.sinks, config=sm90.DecodeConfig(**options),
+            is_interpreted=is_interpreted,
+        )  # fmt: skip
         return out, pages
 
     def at_once(self, is_interpreted=False, **options):
         """The same in one kernel."""
         return sm90.decode_new_token(
-            self.qkv, self.cos, self.sin, self.gains, *self.place, eps=1e-5,
+            self.qkv, self.cos, self.sin, self.gains, *self.place, sinks=self.sinks, eps=1e-5,
             config=sm90.DecodeConfig(**options), is_interpreted=is_interpreted,
         )  # fmt: skip
 
@@ -400,51 +403,64 @@ class Prompt:
     table: jax.Array
     positions: np.ndarray
     window: int | None
+    sinks: jax.Array | None
     out: jax.Array
+
+    @property
+    def place(self):
+        return self.table, self.positions, self.window, self.sinks
 
     def rows(self, at, run=attend, positions=None, **options):
         """Attend again from the rows at positions `at`, [B, T], a sequence each."""
         at = np.asarray(at)
         table = jnp.repeat(self.table, len(at), 0)
         positions = at if positions is None else positions
-        return run(self.q[0, at], self.pages, table, positions, window=self.window, **options)
+        return run(self.q[0, at], self.pages, table, positions, self.window, self.sinks, **options)
+
+    def part(self, at: slice, pages):
+        """Attend again from consecutive rows, over a cache without what comes after them."""
+        positions = self.positions[:, at]
+        return attend(self.q[:, at], pages, self.table, positions, self.window, self.sinks)
 
 
 @pytest.fixture(
     scope="module",
     params=[
         ("llama3_8b", None), ("llama3_8b", 700), ("qwen2_0b5", None), ("qwen2_0b5", 130),
-        ("phi3_mini", 2047),
+        ("phi3_mini", 2047), ("gpt_oss_20b", None), ("gpt_oss_20b", 128),
     ],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )  # fmt: skip
 def whole(request):
+    """Of gpt-oss with sinks; its 8 heads make a tile of 8 rows of each for up to 8 tokens."""
     layout, window = request.param
     dims = LAYOUTS[layout]
+    sinks = normal((dims.num_heads,), 8, 3.0) if layout == "gpt_oss_20b" else None
     longest = CONTEXTS[-1]
     pages, table = make_cache(-(-longest // 128), dims.num_kv_heads, dims.channels)
     pages = without_future(pages, table, longest)
     q = normal((1, longest, dims.num_heads, dims.channels), 7, 2.0)
     positions = np.arange(longest)[None]
-    out = prefill(q, pages, table, positions, window)
-    return Prompt(q=q, pages=pages, table=table, positions=positions, window=window, out=out)
+    out = prefill(q, pages, table, positions, window, sinks)
+    return Prompt(
+        q=q, pages=pages, table=table, positions=positions, window=window, sinks=sinks, out=out
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 def test_prefill_is_bitwise_run_invariant(whole):
-    again = prefill(whole.q, whole.pages, whole.table, whole.positions, whole.window)
+    again = prefill(whole.q, whole.pages, *whole.place)
     assert_bitwise_equal(again, whole.out, claim="the same prefill twice has the same bits")
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 9])
 def test_decode_and_verify_are_bitwise_path_consistent(whole, context, num_rows):
     at = slice(max(context - num_rows, 0), context)
-    cut = without_future(whole.pages, whole.table, context)
-    actual = attend(whole.q[:, at], cut, whole.table, whole.positions[:, at], whole.window)
+    actual = whole.part(at, without_future(whole.pages, whole.table, context))
     assert_bitwise_equal(
         actual, whole.out[:, at], claim=f"{num_rows} rows ending at {context} are the prefill's"
     )
@@ -478,7 +494,7 @@ def test_prefill_is_bitwise_schedule_invariant(whole):
         stop = min(start + size, whole.out.shape[1])
         cut = without_future(whole.pages, whole.table, stop)
         at = slice(start, stop)
-        parts.append(attend(whole.q[:, at], cut, whole.table, whole.positions[:, at], whole.window))
+        parts.append(whole.part(at, cut))
         start = stop
     assert_bitwise_equal(
         jnp.concatenate(parts, axis=1), whole.out, claim="chunks of a prompt are the whole prompt"
@@ -521,8 +537,7 @@ def test_padding_leaves_no_trace(whole, query_len):
 @pytest.mark.invariance
 @pytest.mark.parametrize("options", [{"num_stages": 3}, {"num_ctas": 132, "query_buffers": 2}])
 def test_schedules_of_prefill_have_the_same_bits(whole, options):
-    operands = (whole.q, whole.pages, whole.table, whole.positions, whole.window)
-    actual = prefill(*operands, **options)
+    actual = prefill(whole.q, whole.pages, *whole.place, **options)
     assert_bitwise_equal(actual, whole.out, claim=f"{options} is a choice for speed alone")
 
 
@@ -578,6 +593,22 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
 
 @pytest.mark.gpu
 @pytest.mark.invariance
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 8])
+def test_new_tokens_with_sinks_are_bitwise_path_consistent(num_seqs):
+    """Splits of few and of many sequences, by one warpgroup or two, rotated inside or before."""
+    contexts = np.resize([513, 1, 129, 1100, 512, 128, 700, 0], num_seqs)
+    case = new_tokens(contexts, kv_heads=8, group=8, channels=64, with_norm=False)
+    case = dataclasses.replace(case, sinks=normal((64,), 8, 3.0))
+    expected = case.apart()
+    for options in ({}, {"num_compute": 2, "keys_at_once": 32}, {"num_ctas": 5}):
+        assert_same(case.at_once(**options), expected, f"one kernel, {options}")
+        assert_same(case.apart(**options), expected, f"two kernels, {options}")
+    bare = dataclasses.replace(case, sinks=None).apart()
+    assert count_different_bits(bare[0], expected[0]) > 0  # control
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
 @pytest.mark.parametrize("options", FUSED, ids=str)
 def test_steps_in_place_are_bitwise_run_invariant(options):
     """Steps on one cache, each of which reads what the one before it wrote."""
@@ -598,9 +629,22 @@ def test_steps_in_place_are_bitwise_run_invariant(options):
 @pytest.mark.control
 def test_control_another_split_length_differs(whole):
     at = whole.positions[:, :4096]
-    operands = (whole.q[:, :4096], whole.pages, whole.table, at, whole.window)
+    operands = (whole.q[:, :4096], whole.pages, whole.table, at, whole.window, whole.sinks)
     other = prefill(*operands, blocks_per_split=8)
     assert count_different_bits(other, whole.out[:, :4096]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+@pytest.mark.parametrize(
+    "whole", [("gpt_oss_20b", None), ("gpt_oss_20b", 128)], ids=lambda p: str(p[1]), indirect=True
+)
+def test_control_rows_without_sinks_are_others(whole):
+    at = np.array([1, 129, 513, 2000])[:, None] - 1
+    bare = whole.rows(at, run=lambda *args: attend(*args[:5]))
+    scale = np.abs(np.asarray(whole.out[0, at[:, 0]], np.float32)).max()
+    distance = np.abs(np.asarray(bare[:, 0] - whole.out[0, at[:, 0]], np.float32)).max()
+    assert distance > scale / 8
 
 
 @pytest.mark.gpu
@@ -620,7 +664,8 @@ def test_prefill_is_close_to_float64(whole):
         for h in range(q.shape[2]):
             scores = keys[h // group, seen] @ query[i, h] / np.sqrt(q.shape[3])
             weights = np.exp(scores - scores.max())
-            expected[i, h] = weights @ values[h // group, seen] / weights.sum()
+            sink = 0.0 if whole.sinks is None else np.exp(float(whole.sinks[h]) - scores.max())
+            expected[i, h] = weights @ values[h // group, seen] / (weights.sum() + sink)
     error = np.linalg.norm(np.asarray(out[0, rows], np.float64) - expected)
     # Measured 1.3e-3: weights and output rounded to 8 bits, 2**-9 at most, each once.
     assert error <= 2.5e-3 * np.linalg.norm(expected)

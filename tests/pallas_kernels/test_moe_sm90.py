@@ -29,6 +29,7 @@ from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
+from detjax.pallas_kernels.swiglu.sm90 import swiglu
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -536,6 +537,48 @@ def test_experts_have_the_bits_of_the_dense_products(num_rows):
         expected_rows(QWEN, ids),
         claim="an expert's row has the bits of the dense products",
     )
+
+
+OSS = MoeShape(name="gpt_oss", hidden_size=576, width=192, num_experts=8, top_k=4, renormalise=True)
+"""Widths that are no multiples of 128, as 2880 of gpt-oss."""
+
+
+@functools.cache
+def every_clamped_expert(clamp: SwigluClamp) -> jax.Array:
+    """Each row of `OSS` by each expert with the dense products, biases and clamp, [E, M, D]."""
+    x, extras = wide_rows(257, OSS.hidden_size), clamped(OSS, OSS.num_experts)
+    options: dict = {"out_dtype": BF16}
+    rows = []
+    for e, (gate_up, down) in enumerate(zip(*weights(OSS), strict=True)):
+        hidden = sm90_linear.linear(x, gate_up, extras.gate_up_bias[e], **options)
+        hidden = swiglu(hidden, clamp=clamp)
+        rows.append(sm90_linear.linear(hidden, down, extras.down_bias[e], **options))
+    return jnp.stack(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_rows", (1, 2, 3, 4, 8, 9, 16, 33, 64, 65, 128, 257))
+def test_experts_with_biases_have_the_bits_of_the_dense_products(num_rows):
+    """Routed in the first product's launch, alone and in company."""
+    x, extras = wide_rows(257, OSS.hidden_size), clamped(OSS, OSS.num_experts)
+    terms = np.asarray(x[:4], np.float32) * np.asarray(weights(OSS)[0][0, :4], np.float32)
+    assert_order_sensitive(terms)
+    logits = jnp.asarray(router_logits(257, OSS.num_experts))
+    want_ids, want_ws = sm90.route(logits, num_experts=8, top_k=4, renormalise=True)
+    want = every_clamped_expert(extras.clamp)[want_ids, np.arange(257)[:, None]]
+    for first in (0, 5) if num_rows < 200 else (0,):
+        at = slice(first, first + num_rows)
+        y, ws = sm90.route_mlp(
+            x[at], logits[at], *weights(OSS), top_k=4, renormalise=True, extras=extras
+        )
+        assert_bitwise_equal(y, want[at], claim=f"{num_rows} rows from {first}: dense products")
+        assert_bitwise_equal(ws, want_ws[at], claim="weights are those of `route`")
+        y = sm90.expert_mlp(x[at], want_ids[at], *weights(OSS), first_expert=0, extras=extras)
+        assert_bitwise_equal(y, want[at], claim="given the ids")
+        # Control: a clamp a little wider lets other values through.
+        other = every_clamped_expert(dataclasses.replace(extras.clamp, limit=0.76))
+        assert count_different_bits(other[want_ids, np.arange(257)[:, None]][at], want[at]) > 0
 
 
 @pytest.mark.gpu

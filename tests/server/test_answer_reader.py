@@ -23,6 +23,7 @@ TOOLS = [
 QWEN = "... <tool_call> ... </think> ..."
 LLAMA = "... <|python_tag|> ..."
 MISTRAL = "... [TOOL_CALLS] ..."
+HARMONY = "... <|start|>assistant<|channel|>final<|message|> ..."
 ADD, NOW = ToolCall("add", '{"a": 1}'), ToolCall("now", "{}")
 ADD_JSON, NOW_JSON = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'
 
@@ -46,6 +47,31 @@ CASES = [
      Said(content=f"<tool_call>{ADD_JSON}</tool_call>")),
     (form(QWEN, prompt="<|assistant|><think>\n"), "\nHm</think> 43", Said("Hm", "43")),
     (form(QWEN, prompt="<think>\n\n</think>\n\n"), "43", Said(content="43")),
+    # Messages with channels, behind a prompt that ends with the beginning of one.
+    (form(HARMONY), "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>So: 43<|return|>", Said("I add.", "So: 43")),
+    (form(HARMONY), "<|channel|>final<|message|>43", Said(content="43")),
+    (form(HARMONY), "<|channel|>analysis<|message|>Hm\n<|end|><|start|>assistant<|channel|>analysis"
+     "<|message|>so<|end|>", Said("Hm\n\nso")),
+    (form(HARMONY), "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>"
+     'commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+     Said("Hm", calls=(ADD,))),
+    (form(HARMONY), ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}',
+     Said(calls=(ADD,))),
+    (form(HARMONY), "<|channel|>commentary<|message|>I call.<|end|><|start|>assistant to="
+     'functions.now<|channel|>commentary json<|message|>{}<|call|>',
+     Said(content="I call.", calls=(NOW,))),
+    (form(HARMONY), "<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>Two.", Said(content="One.\nTwo.")),
+    (form(HARMONY), " to=rm<|channel|>commentary json<|message|>{}<|call|>",
+     Said(content=" to=rm<|channel|>commentary json<|message|>{}")),
+    (form(HARMONY, tools=[]), " to=functions.add<|message|>{}",
+     Said(content=" to=functions.add<|message|>{}")),
+    (form(HARMONY), "<|channel|>final", Said(content="<|channel|>final")),
+    (form(HARMONY), "goes on <|end|>", Said(content="goes on ")),
+    (form(HARMONY), "to the sea", Said(content="to the sea")),
+    (form(HARMONY), "", Said()),
+    (form(HARMONY, is_forced=True), ADD_JSON, Said(calls=(ADD,))),
     # What is no call stays text.
     (form(QWEN), "<tool_call>{</tool_call> x", Said(content="<tool_call>{</tool_call> x")),
     (form(QWEN), '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
@@ -153,6 +179,24 @@ def test_any_text_is_read_the_same_however_it_is_cut(which, parts, cuts):
     is_all = not FORMS[which].is_single
     assert not is_all or told.count("x") == text.count("x")
     assert told or not text.strip("</think>\n ")
+
+
+CHANNELS = ["<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "analysis",
+            "final", " to=functions.add", " to=rm", "json", '{"a": 1}', "x", "\n", " ", "<|", "|>",
+            "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    parts=st.lists(st.sampled_from(CHANNELS), max_size=12),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+)
+def test_any_messages_with_channels_are_read_the_same_however_they_are_cut(parts, cuts):
+    text, reader, said = "".join(parts), AnswerReader(form(HARMONY)), Said()
+    rest = text
+    for count in cuts:
+        said, rest = said.then(reader.push(rest[:count])), rest[count:]
+    assert said.then(reader.push(rest)).then(reader.finish()) == read(form(HARMONY), text)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ OF_KIND = {
         "add_special_tokens": (False, True),
         "modalities": (["text"], ["text", "audio"]), "functions": ([], [{"name": "f"}]),
         "function_call": ("none", {"name": "f"}), "verbosity": ("medium", "low"),
-        "reasoning_effort": (None, "high"), "audio": (None, {"voice": "alloy", "format": "wav"}),
+        "audio": (None, {"voice": "alloy", "format": "wav"}),
         "prediction": (None, {"type": "content", "content": "x"}), "web_search_options": (None, {}),
     },
     ResponsesRequest: {

@@ -295,12 +295,19 @@ class _Cta:
             out, weight_sum = math.merge_sinks(out, m, weight_sum, sinks)
         query[...] = math.finish(out, weight_sum, row_pos >= 0, plan.dtype)
         plgpu.commit_smem()
-        for h in range(plan.heads):
-            head = head_group * plan.heads + h
-            plgpu.copy_smem_to_gmem(
-                query.at[pl.ds(h * plan.tokens, plan.tokens)],
-                self.out_gmem.at[seq, pl.ds(first_token, plan.tokens), head],
-            )
+
+        # WHY: TMA leaves out what is behind the end of an axis, but not where the axis is one tile
+        # of 8 rows: Mosaic drops axes of one tile, with the index. There the warpgroup without
+        # tokens overwrote the results of the other with zeros (8 heads a tile).
+        @pl.when(first_token < self.out_gmem.shape[1])
+        def _store():
+            for h in range(plan.heads):
+                head = head_group * plan.heads + h
+                plgpu.copy_smem_to_gmem(
+                    query.at[pl.ds(h * plan.tokens, plan.tokens)],
+                    self.out_gmem.at[seq, pl.ds(first_token, plan.tokens), head],
+                )
+
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.q_free.at[buffer])
         return base + (limits[END] - limits[FIRST])
