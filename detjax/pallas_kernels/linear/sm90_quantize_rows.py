@@ -46,7 +46,7 @@ def quantize_rows(x, coding: RowCoding, *, interpret: bool = False) -> Quantized
     """See `w8a8.quantize_rows`.
 
     Raises:
-        NotImplementedError: If K is no multiple of 512.
+        NotImplementedError: If K is less than 512, or no multiple of 4.
     """
     return _quantize(x, None, coding, eps=0.0, interpret=interpret)
 
@@ -66,14 +66,16 @@ def rms_norm_quantize(
 def _vec_len(width: int, *, may_overlap: bool = False) -> int:
     """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours.
 
-    Chunks of groups that need no other group may overlap, so a row need not be whole chunks.
+    Chunks of rows that are not normalised may overlap, so a row need not be whole chunks: no peak
+    changes if a channel is seen twice.
     """
     found = next((v for v in (8, 4) if width % (rows.LANES * v) == 0), 0)
-    if may_overlap and width >= 4 * rows.LANES:
+    if may_overlap and width >= 4 * rows.LANES and width % 4 == 0:
         found = found or 4
     if not found:
+        allowed = "512 channels or more, in fours" if may_overlap else "a multiple of 512 channels"
         raise NotImplementedError(
-            f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
+            f"sm90 quantises rows of {allowed}, not {width}; use "
             "quantized_weights='auto', or portable"
         )
     return found
@@ -91,8 +93,7 @@ def _warpgroups(num_rows: int, num_chunks: int) -> int:
 def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> QuantizedRows:
     (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
     has_peaks = not group_len and coding.scale is None
-    may_overlap = group_len > 0 and gain is None
-    vec_len = _vec_len(width, may_overlap=may_overlap)
+    vec_len = _vec_len(width, may_overlap=gain is None)
     if gain is not None and not row_sum(width).is_wide:
         raise NotImplementedError(f"sm90 normalises and quantises wide rows, not {width=}")
     chunk = rows.LANES * vec_len

@@ -34,11 +34,10 @@ from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 def _check_supported(x, w_gate_up, w_down) -> None:
     for w in (w_gate_up, w_down):
-        if isinstance(w, W8A8Matrix) and (not w.group_len or w.block_rows % BLOCK):
+        if isinstance(w, W8A8Matrix) and w.group_len and w.block_rows % BLOCK:
             raise NotImplementedError(
-                "sm90 multiplies experts of 8 bits by 8-bit activations where they are float8 with "
-                f"scales of blocks of a multiple of {BLOCK} outputs, not {w.values.dtype} with "
-                f"{w.block_rows}; use quantized_weights='auto', or portable"
+                f"sm90 takes blocks of a multiple of {BLOCK} outputs, not {w.block_rows}; use "
+                "quantized_weights='auto', or portable"
             )
     dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
@@ -120,10 +119,14 @@ def _tiles_for(x, top_k: int, w_gate_up, num_ranks: int = 1) -> MlpTiles:
         num_experts=w_gate_up.shape[0] * num_ranks,
         width=w_gate_up.shape[1] // 2,
         hidden=x.shape[1],
-        operands=OperandType.FLOAT8_BLOCKS
-        if isinstance(w_gate_up, W8A8Matrix)
-        else OperandType.BFLOAT16,
+        operands=_operand_type(w_gate_up),
     )
+
+
+def _operand_type(w) -> OperandType:
+    if not isinstance(w, W8A8Matrix):
+        return OperandType.BFLOAT16
+    return OperandType.FLOAT8_BLOCKS if w.group_len else OperandType(w.values.dtype.name)
 
 
 @functools.partial(jax.jit, static_argnames=("num_ranks", "tiles", "interpret"))
