@@ -18,7 +18,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
-from detjax.pallas_kernels.linear.quantized import LARGEST, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.sm90_quantize_rows import scales_shape
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.extras import ClampedExperts
@@ -277,6 +278,23 @@ def test_rows_are_sorted_as_numpy_sorts_them(num_rows, first, num_local):
     assert work.num_tiles[0] == len(tiles)
     found = np.asarray(work.tiles)[[EXPERT, START, COUNT], : len(tiles)].T
     np.testing.assert_array_equal(found, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_groups", [0, 3, 17])
+def test_scales_go_with_their_rows(num_groups):
+    """Of groups, more than are loaded at once, or of whole rows."""
+    ids, values = some_ids(40, SMALL), np.random.default_rng(0).integers(-128, 128, (40, 128))
+    shape = scales_shape(40, num_groups)
+    scales = np.random.default_rng(1).random(shape).astype(np.float32)
+    found, _, _ = sort_rows(
+        QuantizedRows(values=jnp.asarray(values, jnp.int8), scales=jnp.asarray(scales)),
+        jnp.asarray(ids), jnp.array([4], I32), num_local=8, tile_rows=8, interpret=True,
+    )  # fmt: skip
+    rows = sorted_slots(ids, 4, 8) // SMALL.top_k
+    assert found.scales.shape == scales_shape(ids.size, num_groups)
+    np.testing.assert_array_equal(found.values[: len(rows)], values[rows])
+    np.testing.assert_array_equal(found.scales[..., : len(rows)], scales[..., rows])
 
 
 TINY = MoeShape(name="tiny", hidden_size=128, width=128, num_experts=4, top_k=2, renormalise=True)

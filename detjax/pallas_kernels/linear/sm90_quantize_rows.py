@@ -63,6 +63,13 @@ def rms_norm_quantize(
     return _quantize(x, gain, coding, eps=eps, interpret=interpret)
 
 
+def scales_shape(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Of what is allocated for the scales of rows, each of so many groups; 0 for whole rows."""
+    if not num_groups:
+        return (num_rows + SPARE_SCALES,)
+    return num_groups, pl.cdiv(num_rows, ROWS_OF_SCALES) * ROWS_OF_SCALES
+
+
 def _vec_len(width: int, *, may_overlap: bool = False) -> int:
     """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours.
 
@@ -161,16 +168,14 @@ def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> Qua
             values_gmem[row, c] = _narrowed(math.mul(v, inverse), dtype, math)
 
     of_chunks = plgpu.SMEM((num_chunks, rows.LANES), jnp.float32)
-    scales_shape = (num_rows + SPARE_SCALES,)
-    if group_len:
-        scales_shape = (width // group_len, pl.cdiv(num_rows, ROWS_OF_SCALES) * ROWS_OF_SCALES)
+    of_scales = scales_shape(num_rows, width // group_len if group_len else 0)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     values, scales = rows.run_kernel(
         body,
         (x, gain, None if coding.scale is None else coding.scale.reshape(1)),
         out=[
             jax.ShapeDtypeStruct(x.shape, jnp.int8),
-            jax.ShapeDtypeStruct(scales_shape, jnp.float32),
+            jax.ShapeDtypeStruct(of_scales, jnp.float32),
         ],
         grid={"row": num_rows},
         name="detjax_quantize_rows" if gain is None else "detjax_rms_norm_quantize",

@@ -88,14 +88,15 @@ def expert_rows(
             tiles=tiles.gate_up, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     else:
+        # WHY: quantised before it is copied, once for all experts, and half as much to copy.
         rows, places, work = sort_rows(
-            x, expert_ids, first_expert,
+            _rows_for(x, w_gate_up, interpret), expert_ids, first_expert,
             num_local=w_gate_up.shape[0], tile_rows=tiles.gate_up.tile_rows,
             interpret=interpret is not None,
         )  # fmt: skip
         hidden = grouped_matmul(
-            _rows_for(rows, w_gate_up, interpret), w_gate_up, work, bias=gate_up_bias,
-            tiles=tiles.gate_up, by_slot=False, clamp=clamp, interpret=interpret,
+            rows, w_gate_up, work, bias=gate_up_bias, tiles=tiles.gate_up,
+            by_slot=False, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
     out = grouped_matmul(

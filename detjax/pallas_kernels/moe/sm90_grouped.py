@@ -505,9 +505,7 @@ class _Cta:
 
         def of_rows(i, j):
             chunk = self.memory.x_scales.at[self.ring.slot(first + i), j]
-            return load_from_any(
-                chunk, place, num_rows, axis, is_interpreted=plan.is_interpreted
-            )
+            return load_from_any(chunk, place, num_rows, axis, is_interpreted=plan.is_interpreted)
 
         return ChunkScales(
             of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
