@@ -64,11 +64,7 @@ withheld_sinks = (
     "models with attention sinks are withheld on sm90: on an H200 a decode step had other bits "
     "than prefill, which the check at the start of an engine found; use portable"
 )  # until the GPU tests of such a model pass: tests/invariance/test_families_sm90.py
-withheld_w8a8_experts = (
-    "experts of 8 bits are withheld on sm90: a kernel failed on an H200; use 'auto', or backend "
-    "portable"
-)
-withheld_w8a8_scales = ""
+withheld_w8a8_experts = withheld_w8a8_scales = ""
 
 
 def why_not_here() -> str | None:
