@@ -645,28 +645,34 @@ WIDER = {
 WIDER_EXPERTS = WIDER | {"moe_intermediate_size": 512}
 
 
+FEW_OUTPUTS = "multiple of 64 outputs, not 32"
+
+
 @pytest.mark.parametrize(
-    ("config", "block_rows", "says"),
+    ("config", "block_rows", "tp", "says"),
     [
-        (SMALL | WIDER, 128, None),
-        (SMALL | WIDER, 32, "multiple of 64 outputs, not 32"),
-        pytest.param(EXPERTS | WIDER_EXPERTS, 128, None, marks=pytest.mark.slow),
+        (SMALL | WIDER, 128, 1, None),
+        (SMALL | WIDER, 32, 1, FEW_OUTPUTS),
+        pytest.param(EXPERTS | WIDER_EXPERTS, 128, 4, None, marks=pytest.mark.slow),
+        pytest.param(EXPERTS | WIDER_EXPERTS, 32, 1, FEW_OUTPUTS, marks=pytest.mark.slow),
+        pytest.param(SMALL, 128, 1, "512 channels", marks=pytest.mark.slow),
+        # A rank of four has 160 of 640 gates, which are no whole blocks.
         pytest.param(
-            EXPERTS | WIDER_EXPERTS, 32, "multiple of 64 outputs, not 32", marks=pytest.mark.slow
+            SMALL | WIDER | {"intermediate_size": 640}, 128, 4, "128 rows, not 320",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(SMALL, 128, "512 channels", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_weights_that_a_kernel_refuses_are_refused_when_they_are_loaded(
-    tmp_path, monkeypatch, config, block_rows, says
+    tmp_path, monkeypatch, config, block_rows, tp, says
 ):
     """As they lie on the devices: the configuration alone does not say it."""
     write_model_folder(tmp_path / "bf16", config, scale=512**-0.5)
     recipe = dataclasses.replace(RECIPES["fp8-block"], block_rows=block_rows)
     quantize_folder(tmp_path / "bf16", tmp_path / "q", recipe, progress=ignore_progress)
-    model = opened(tmp_path / "q", mode="w8a8")
+    model = opened(tmp_path / "q", tp, "w8a8")
     weights = {"params": model.params, "specs": model.partition_specs}
-    found = why_weights_unsupported(model.config, model.profile, Backend.SM90, 1, **weights)
+    found = why_weights_unsupported(model.config, model.profile, Backend.SM90, tp, **weights)
     assert (found is None) == (says is None), found
     if says is not None:
         assert says in (found or "")
