@@ -289,13 +289,11 @@ def sort_rows(
         return lax.fori_loop(0, counts_gmem.shape[0] // _BLOCKS_AT_ONCE, some, (zeros, zeros))
 
     def body(
-        x_gmem,  # [M, D / span, span]
+        given,  # [M, D / span, span]; scales [groups or 1, >= M] f32, or None
         ids_gmem,  # [S] int32
         first_expert_gmem,  # [1] int32
         counts_gmem,  # [blocks, size] int32, or None where each CTA counts
-        scales_gmem,  # [groups or 1, >= M] f32, or None
-        sorted_gmem,  # [S, D / span, span]
-        sorted_scales,  # [groups or 1, >= S] f32, or None
+        found,  # the like of S sorted rows
         places_gmem,  # [S] int32
         work,  # `GroupedWork`
         rows_smem,  # [tokens, D / span, span]
@@ -306,6 +304,7 @@ def sort_rows(
         scratch,  # [3, 4] int32
         arrived,  # the rows are there
     ):
+        (x_gmem, scales_gmem), (sorted_gmem, sorted_scales) = given, found
         cta = lax.axis_index("cta")
         first_slot = cta * block
 
@@ -361,12 +360,11 @@ def sort_rows(
 
         plgpu.wait_smem_to_gmem(0)
 
-    sorted_rows, sorted_scales, places, work = rows.run_kernel(
+    (sorted_rows, sorted_scales), places, work = rows.run_kernel(
         body,
-        (x.reshape(num_tokens, width // span, span), ids, first_expert, counts, scales),
+        ((x.reshape(num_tokens, width // span, span), scales), ids, first_expert, counts),
         out=[
-            jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype),
-            sorted_scales,
+            (jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype), sorted_scales),
             jax.ShapeDtypeStruct((num_slots,), jnp.int32),
             work_shapes(num_slots, num_local, tile_rows),
         ],
