@@ -213,8 +213,8 @@ def choose_tiles(
         )
     # Random routing spreads an expert's rows; a second tile reads the weights again.
     most = FLOAT8_COLS // 2 if is_float8 else 128
-    # A tile of 64 outputs and 768 channels of 8 bits is copied sooner than one warpgroup stores it.
-    # One H200, down of blocks: 27.8 and 23.6 us at 8 rows with one and two, 71.2 and 55.5 at 64.
+    # The second product of float8 by blocks, of one warpgroup and of two, an H200: 27.8 and 23.6 us
+    # at 8 rows, 71.2 and 55.5 at 64. One row was not measured.
     lone_rows = 0 if operands.num_bytes == 1 and num_rows > 1 else MAX_LONE_ROWS
     cols = 8 if is_few else min(most, -(-int(1.5 * each + 4) // 8) * 8)
     if operands is OperandType.INT8 and cols > 24:  # widths that wgmma has
