@@ -50,6 +50,35 @@ def why_unsupported(
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 
+def why_weights_unsupported(
+    config: ModelConfig,
+    profile: NumericsProfile,
+    backend: Backend,
+    tp: int,
+    *,
+    params: dict,
+    specs: dict,
+) -> str | None:
+    """`why_unsupported` of weights as they lie on the devices, of whichever form.
+
+    Args:
+        config: The model.
+        profile: The numerics to run with.
+        backend: Whose kernels.
+        tp: Ranks.
+        params: Its weights.
+        specs: How they are split.
+    """
+    if KERNELS[backend].takes_every_model:
+        return None
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    return find_or_ask(
+        lambda: _why_not_traced(config, profile, backend, tp, params, specs),
+        root=__name__,
+        asked_of=(config, profile, backend, tp, KERNELS[backend], repr(params)),
+    )
+
+
 @functools.cache
 def _why_not_here(
     config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int, kernels: object
@@ -62,16 +91,31 @@ def _why_not_here(
 
 
 def _why_not_traced(
-    config: ModelConfig, profile: NumericsProfile, backend: Backend, tp: int
+    config: ModelConfig,
+    profile: NumericsProfile,
+    backend: Backend,
+    tp: int,
+    params: dict | None = None,
+    specs: dict | None = None,
 ) -> str | None:
+    """Trace one layer of each kind, with `params` of `specs` or as the configuration has them."""
+    layers = params["layers"] if params else [None] * config.num_layers
     kinds = {
-        (config.sliding_windows[i], config.has_experts(i)): i for i in range(config.num_layers)
+        (config.sliding_windows[i], config.has_experts(i), repr(layers[i])): i
+        for i in range(config.num_layers)
     }
     config = config.with_layers(list(kinds.values()))
+    if params is not None and specs is not None:
+        params, specs = (
+            tree | {"layers": [tree["layers"][i] for i in kinds.values()]}
+            for tree in (params, specs)
+        )
     mesh = AbstractMesh((1, tp), (DP_AXIS, TP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
     ctx = ForwardContext(config=config, profile=profile, backend=backend, tp=tp)
     num_slots = kv_layout(config.num_heads, config.num_kv_heads, tp).num_slots
-    specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
+    if params is None:
+        params = abstract_params(config, mesh, profile=profile)
+        specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def logits(params, tables, pages, tokens):
         _, hidden = forward(ctx, params, tables, pages, tokens)
@@ -91,7 +135,6 @@ def _why_not_traced(
     for length in PROBED_LENGTHS:
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
         tokens = Tokens(ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32))
-        params = abstract_params(config, mesh, profile=profile)
         try:
             jax.eval_shape(traced, params, (table, table), pages, tokens)
         except (NotImplementedError, ValueError) as error:

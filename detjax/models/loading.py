@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Float32
 from detjax.compilation.kept_executables import read_ahead
 from detjax.interpreter_exit import finishes_before_exit
-from detjax.models.abstract import why_unsupported
+from detjax.models.abstract import why_unsupported, why_weights_unsupported
 from detjax.models.adapters.program import ADAPTERS
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
@@ -341,6 +341,10 @@ def place_model(
     tables = model_rope_tables(config)
     params = make_params()
     specs = with_packed_specs(specs, params)
+    if matrix_form is MatrixForm.W8A8:
+        refused = why_weights_unsupported(config, profile, backend, tp, params=params, specs=specs)
+        if refused is not None:
+            raise ValueError(f"quantized_weights='w8a8' does not fit {backend.value}: {refused}")
     no_exchange = why_no_exchange(mesh, width=config.hidden_size, backend=backend)
     if no_exchange is not None and tp > 1:
         LOG.info("the ranks add through XLA's collectives: %s", no_exchange)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders in Hugging Face format, of small models with random weights."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from detjax.models.hf_config import config_from_hf
 from detjax.models.params import tensor_specs
+from detjax.models.weights.files import open_tensors
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -55,3 +57,33 @@ def write_model_folder(
             tensors[name] = np.asarray(jnp.asarray(values, jnp.bfloat16))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def with_settings(folder: Path, settings: dict[str, Any] | Callable, **parts) -> Path:
+    """Give a quantised folder other settings, and each of its matrices other parts.
+
+    Args:
+        folder: Of `quantize_folder`.
+        settings: What takes the place of `quantization_config`, or what changes it.
+        parts: By name, the values of a layer.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if callable(settings):
+        settings(config["quantization_config"])
+    else:
+        config["quantization_config"] = settings
+    path.write_text(json.dumps(config))
+    with contextlib.ExitStack() as stack:
+        tensors = {name: np.array(it.rows) for name, it in open_tensors(folder, stack).items()}
+    layers = [name.removesuffix(".weight_scale") for name in tensors if "weight_scale" in name]
+    for part, value in parts.items():
+        tensors |= {f"{layer}.{part}": np.asarray(value(layer), np.float32) for layer in layers}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def make_static(settings: dict[str, Any]) -> None:
+    """Say in a `quantization_config` that the checkpoint holds the scales of activations."""
+    [group] = settings["config_groups"].values()
+    group["input_activations"] |= {"dynamic": False, "strategy": "tensor"}

@@ -45,6 +45,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
@@ -153,19 +154,21 @@ def down_add(num_rows: int) -> aot.CompiledProgram:
     return aot.compile_program(run, *shapes)
 
 
-def experts(num_rows: int, *, has_blocks: bool = False) -> aot.CompiledProgram:
+def experts(num_rows: int, operands: OperandType = OperandType.BFLOAT16) -> aot.CompiledProgram:
     """A mixture of experts of Qwen3-30B-A3B: routing, products, residual stream and norm."""
     shape = MOE_SHAPES[0]
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
     def matrix(num_out: int, num_in: int):
-        if not has_blocks:
-            return _shape(num, num_out, num_in)
-        scales = _shape(num, num_out // 128, num_in // 128, dtype=jnp.float32)
-        return _shape(num, num_out, num_in, dtype=jnp.float8_e4m3fn), scales
+        values = _shape(num, num_out, num_in, dtype=operands.dtype)
+        if operands is OperandType.BFLOAT16:
+            return values
+        has_blocks = operands is OperandType.FLOAT8_BLOCKS
+        scales = (num_out // 128, num_in // 128) if has_blocks else (num_out,)
+        return values, _shape(num, *scales, dtype=jnp.float32)
 
     def run(x, logits, w_gate_up, w_down, residual, gain):
-        if has_blocks:
+        if operands is not OperandType.BFLOAT16:
             w_gate_up, w_down = (W8A8Matrix(values=v, scales=s) for v, s in (w_gate_up, w_down))
         return route_mlp_add_rms_norm(
             x, logits, w_gate_up, w_down, residual, gain,
@@ -581,8 +584,13 @@ PROGRAMS = {
     "experts_256": lambda: experts(256),
     "experts_4000": lambda: experts(4000),
     **{
-        f"block_experts_{n}": lambda n=n: experts(n, has_blocks=True)
+        f"block_experts_{n}": lambda n=n: experts(n, OperandType.FLOAT8_BLOCKS)
         for n in (1, 8, 64, 256, 1000, 4000)
+    },
+    **{
+        f"{kind.value}_experts_{n}": lambda n=n, kind=kind: experts(n, kind)
+        for kind in (OperandType.INT8, OperandType.FLOAT8)
+        for n in (8, 4000)
     },
     "expert_share_64": lambda: expert_share(64),
     "expert_share_4000": lambda: expert_share(4000),

@@ -158,15 +158,18 @@ def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "shape", "launches"),
+    ("kind", "num_rows", "shape", "launches"),
     [
-        (1, "m64n8k32", 5), (8, "m64n8k32", 5), (64, "m64n16k32", 7), (256, "m64n32k32", 8),
-        (1000, "m64n128k32", 8), (4000, "m64n128k32", 8),
+        ("block", 1, "m64n8k32", 5), ("block", 8, "m64n8k32", 5), ("block", 64, "m64n16k32", 7),
+        ("block", 256, "m64n32k32", 8), ("block", 1000, "m64n128k32", 8),
+        ("block", 4000, "m64n128k32", 8), ("int8", 8, "m64n8k32", 5),
+        ("int8", 4000, "m64n256k32", 8), ("float8_e4m3fn", 8, "m64n8k32", 5),
+        ("float8_e4m3fn", 4000, "m64n128k32", 8),
     ],
 )  # fmt: skip
-def test_experts_of_8_bits_spill_nothing(num_rows, shape, launches):
+def test_experts_of_8_bits_spill_nothing(kind, num_rows, shape, launches):
     """Two launches more than experts of bfloat16: those that quantise rows."""
-    program = compiled(f"block_experts_{num_rows}")
+    program = compiled(f"{kind}_experts_{num_rows}")
     assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
     assert wgmma(program, "detjax_experts_down") == {(shape,)}
     assert spills(program) == {}

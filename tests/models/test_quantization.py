@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from detjax.engine.errors import SelfCheckError
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models import layers, loading
+from detjax.models.abstract import why_weights_unsupported
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import ParamSpec, RowRun, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
@@ -48,7 +48,7 @@ from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config
-from detjax.testing.folders import write_model_folder
+from detjax.testing.folders import make_static, with_settings, write_model_folder
 
 from .published_configs import AWQ
 
@@ -541,29 +541,6 @@ def test_other_activations_are_refused(tmp_path, key, value, message):
         opened(tmp_path / "q", mode="w8a8")
 
 
-def with_settings(folder: Path, settings: dict[str, Any] | Callable, **parts) -> Path:
-    """A folder with other settings of its quantisation, and other parts of each matrix."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    if callable(settings):
-        settings(config["quantization_config"])
-    else:
-        config["quantization_config"] = settings
-    path.write_text(json.dumps(config))
-    with contextlib.ExitStack() as stack:
-        tensors = {name: np.array(it.rows) for name, it in open_tensors(folder, stack).items()}
-    layers = [name.removesuffix(".weight_scale") for name in tensors if "weight_scale" in name]
-    for part, value in parts.items():
-        tensors |= {f"{layer}.{part}": np.asarray(value(layer), np.float32) for layer in layers}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def make_static(settings: dict[str, Any]) -> None:
-    [group] = settings["config_groups"].values()
-    group["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
-
-
 def scale_of(layer: str) -> float:
     return 0.02 if "down" in layer else 0.01
 
@@ -650,22 +627,58 @@ def experts_folder(tmp_path: Path, scheme: str) -> Path:
     return tmp_path / "q"
 
 
-@pytest.mark.parametrize(
-    ("backend", "says"),
-    [
-        (Backend.SM90, "experts of 8 bits are withheld on sm90"),
-        (Backend.REFERENCE, "the reference backend has no experts of 8 bits"),
-    ],
-)
-def test_experts_of_8_bits_are_refused_when_they_are_loaded(tmp_path, backend, says):
-    with pytest.raises(ValueError, match=says):
+def test_experts_of_8_bits_are_refused_when_they_are_loaded(tmp_path):
+    with pytest.raises(ValueError, match="the reference backend has no experts of 8 bits"):
         load_model(
             str(experts_folder(tmp_path, "fp8-dynamic")),
             profile=NumericsProfile(),
             mesh=make_mesh(dp=1, tp=1, platform="cpu"),
-            backend=backend,
+            backend=Backend.REFERENCE,
             quantized_weights="w8a8",
         )
+
+
+WIDER = {
+    "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+WIDER_EXPERTS = WIDER | {"moe_intermediate_size": 512}
+
+
+FEW_OUTPUTS = "multiple of 64 outputs, not 32"
+
+
+@pytest.mark.parametrize(
+    ("config", "block_rows", "tp", "says"),
+    [
+        (SMALL | WIDER, 128, 1, None),
+        (SMALL | WIDER, 32, 1, FEW_OUTPUTS),
+        pytest.param(EXPERTS | WIDER_EXPERTS, 128, 4, None, marks=pytest.mark.slow),
+        pytest.param(EXPERTS | WIDER_EXPERTS, 32, 1, FEW_OUTPUTS, marks=pytest.mark.slow),
+        pytest.param(SMALL, 128, 1, "512 channels", marks=pytest.mark.slow),
+        # A rank of four has 160 of 640 gates, which are no whole blocks.
+        pytest.param(
+            SMALL | WIDER | {"intermediate_size": 640}, 128, 4, "128 rows, not 320",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_a_kernel_refuses_are_refused_when_they_are_loaded(
+    tmp_path, monkeypatch, config, block_rows, tp, says
+):
+    """As they lie on the devices: the configuration alone does not say it."""
+    write_model_folder(tmp_path / "bf16", config, scale=512**-0.5)
+    recipe = dataclasses.replace(RECIPES["fp8-block"], block_rows=block_rows)
+    quantize_folder(tmp_path / "bf16", tmp_path / "q", recipe, progress=ignore_progress)
+    model = opened(tmp_path / "q", tp, "w8a8")
+    weights = {"params": model.params, "specs": model.partition_specs}
+    found = why_weights_unsupported(model.config, model.profile, Backend.SM90, tp, **weights)
+    assert (found is None) == (says is None), found
+    if says is not None:
+        assert says in (found or "")
+        monkeypatch.setattr(loading, "why_weights_unsupported", lambda *_, **__: found)
+        with pytest.raises(ValueError, match=f"'w8a8' does not fit portable: .*{says}"):
+            opened(tmp_path / "q", mode="w8a8")
 
 
 @pytest.mark.invariance

@@ -18,7 +18,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
+from detjax.pallas_kernels.linear.sm90_quantize_rows import scales_shape
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import portable, sm90
 from detjax.pallas_kernels.moe.extras import ClampedExperts
@@ -280,6 +281,23 @@ def test_rows_are_sorted_as_numpy_sorts_them(num_rows, first, num_local):
     np.testing.assert_array_equal(found, tiles)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_groups", [0, 3, 17])
+def test_scales_go_with_their_rows(num_groups):
+    """Of groups, more than are loaded at once, or of whole rows."""
+    ids, values = some_ids(40, SMALL), np.random.default_rng(0).integers(-128, 128, (40, 128))
+    shape = scales_shape(40, num_groups)
+    scales = np.random.default_rng(1).random(shape).astype(np.float32)
+    found, _, _ = sort_rows(
+        QuantizedRows(values=jnp.asarray(values, jnp.int8), scales=jnp.asarray(scales)),
+        jnp.asarray(ids), jnp.array([4], I32), num_local=8, tile_rows=8, interpret=True,
+    )  # fmt: skip
+    rows = sorted_slots(ids, 4, 8) // SMALL.top_k
+    assert found.scales.shape == scales_shape(ids.size, num_groups)
+    np.testing.assert_array_equal(found.values[: len(rows)], values[rows])
+    np.testing.assert_array_equal(found.scales[..., : len(rows)], scales[..., rows])
+
+
 TINY = MoeShape(name="tiny", hidden_size=128, width=128, num_experts=4, top_k=2, renormalise=True)
 
 
@@ -415,47 +433,62 @@ BLOCKY = MoeShape(
 """Rows of the second product are quantised by chunks of 512 channels, which overlap."""
 
 
+EIGHT_BITS = (OperandType.FLOAT8_BLOCKS, OperandType.FLOAT8, OperandType.INT8)
+
+
 @functools.cache
-def block_weights(shape: MoeShape, num_local: int | None = None) -> list[W8A8Matrix]:
-    """Float8 with scales of blocks, of the first experts."""
+def weights_of(
+    operands: OperandType, shape: MoeShape, num_local: int | None = None
+) -> list[W8A8Matrix]:
+    """8-bit values with scales of blocks or of outputs, of the first experts."""
     rng, found = np.random.default_rng(3), []
     for matrix in weights(shape, num_local):
-        values = np.clip(np.asarray(matrix, np.float32) * 2000, -448, 448)
-        num, rows, columns = values.shape
-        scales = rng.uniform(0.0004, 0.0006, (num, rows // 128, columns // 128))
+        num, rows, columns = matrix.shape
+        of_outputs = (num, rows)
+        if operands is OperandType.FLOAT8_BLOCKS:
+            of_outputs = (num, rows // 128, columns // 128)
+        most = LARGEST[operands.dtype.name]
+        values = np.clip(np.asarray(matrix, np.float32) * (5 * most), -most, most)
+        values = np.round(values) if operands is OperandType.INT8 else values
+        scales = rng.uniform(0.9, 1.1, of_outputs) / (5 * most)
         found.append(
             W8A8Matrix(
-                values=jnp.asarray(values, jnp.float8_e4m3fn),
+                values=jnp.asarray(values, operands.dtype),
                 scales=jnp.asarray(scales, jnp.float32),
             )
         )
     return found
 
 
-def block_tiles(tiles: MlpTiles) -> MlpTiles:
-    """The same for float8 with scales of blocks."""
+def tiles_of(operands: OperandType, tiles: MlpTiles) -> MlpTiles:
+    """The same for 8-bit operands."""
 
     def product(it: GroupedTiles) -> GroupedTiles:
-        return fill_stages(
-            dataclasses.replace(it, operands=OperandType.FLOAT8_BLOCKS, k=128, stages=0)
-        )
+        return fill_stages(dataclasses.replace(it, operands=operands, k=128, stages=0))
 
     return dataclasses.replace(tiles, gate_up=product(tiles.gate_up), down=product(tiles.down))
 
 
 @pytest.mark.parametrize(
-    ("name", "num_rows", "first", "num_local"),
+    ("operands", "name", "num_rows", "first", "num_local"),
     [
-        ("few", 3, 1, 2),
-        ("placed_8", 9, 1, 2),
-        pytest.param("sorted_24", 12, 0, 4, marks=pytest.mark.slow),
-        pytest.param("tall", 40, 0, 2, marks=pytest.mark.slow),
+        (OperandType.FLOAT8_BLOCKS, "few", 3, 1, 2),
+        *(
+            pytest.param(operands, *case, marks=pytest.mark.slow)
+            for operands, case in itertools.product(
+                EIGHT_BITS, (("placed_8", 9, 1, 2), ("sorted_24", 63, 0, 4), ("tall", 40, 0, 2))
+            )
+        ),
+        pytest.param(OperandType.INT8, "few", 3, 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_interpreted_experts_of_8_bits_agree_with_portable(name, num_rows, first, num_local):
-    tiles = block_tiles((FEW | VARIANTS)[name])
+def test_interpreted_experts_of_8_bits_agree_with_portable(
+    operands, name, num_rows, first, num_local
+):
+    """63 rows: scales of the last tile are copied past the end of what the rows have."""
+    tiles = tiles_of(operands, (FEW | VARIANTS)[name])
     x, ids = wide_rows(num_rows, BLOCKY.hidden_size), some_ids(num_rows, BLOCKY)
-    matrices = block_weights(BLOCKY, num_local)
+    matrices = weights_of(operands, BLOCKY, num_local)
     y = sm90.expert_mlp(
         x, jnp.asarray(ids), *matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
     )
@@ -470,9 +503,14 @@ def test_interpreted_experts_of_8_bits_agree_with_portable(name, num_rows, first
 
 def test_experts_of_8_bits_that_no_kernel_multiplies_are_refused():
     x, ids = wide_rows(3, BLOCKY.hidden_size), jnp.asarray(some_ids(3, BLOCKY))
-    matrices = [dataclasses.replace(w, scales=jnp.ones(w.shape[:2])) for w in block_weights(BLOCKY)]
-    with pytest.raises(NotImplementedError, match="scales of blocks of a multiple of 64 outputs"):
+    matrices = [
+        dataclasses.replace(w, scales=jnp.repeat(w.scales, 4, axis=1))
+        for w in weights_of(OperandType.FLOAT8_BLOCKS, BLOCKY)
+    ]
+    with pytest.raises(NotImplementedError, match="multiple of 64 outputs, not 32"):
         sm90.expert_mlp(x, ids, *matrices, first_expert=0)
+    with pytest.raises(ValueError, match="self.cols=40 of int8"):
+        tiles_of(OperandType.INT8, swapped(40))
 
 
 @pytest.mark.slow
@@ -583,11 +621,11 @@ def test_experts_with_biases_have_the_bits_of_the_dense_products(num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.invariance
-@pytest.mark.xfail(run=False, reason="an illegal instruction on an H200; `load_model` refuses them")
 @pytest.mark.parametrize("num_rows", (1, 2, 8, 9, 64, 257, 1500))
-def test_experts_of_8_bits_have_the_bits_of_the_dense_products(num_rows):
+@pytest.mark.parametrize("operands", EIGHT_BITS, ids=lambda it: it.name.lower())
+def test_experts_of_8_bits_have_the_bits_of_the_dense_products(operands, num_rows):
     """By rows that are routed as well, alone and in company."""
-    matrices, ids = block_weights(QWEN), some_ids(num_rows, QWEN)
+    matrices, ids = weights_of(operands, QWEN), some_ids(num_rows, QWEN)
     x = wide_rows(num_rows, QWEN.hidden_size)
     found = sm90.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=0)
     for expert in (0, 77, QWEN.num_experts - 1):
@@ -598,7 +636,8 @@ def test_experts_of_8_bits_have_the_bits_of_the_dense_products(num_rows):
         assert_bitwise_equal(
             found[rows, ranks], want[rows], claim=f"expert {expert} has the dense products' bits"
         )
-    logits = jnp.asarray(router_logits(num_rows, QWEN.num_experts))
+    rng = np.random.default_rng(num_rows)
+    logits = jnp.asarray(rng.standard_normal((num_rows, QWEN.num_experts)), jnp.float32)
     options = {"top_k": QWEN.top_k, "renormalise": True}
     y, _ = sm90.route_mlp(x, logits, *matrices, **options)
     ids, _ = sm90.route(logits, num_experts=QWEN.num_experts, **options)

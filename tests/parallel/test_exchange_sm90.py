@@ -643,20 +643,28 @@ PACKED = {
 }  # fmt: skip
 """Four ranks have whole groups of 128 of every matrix, so all of them stay packed."""
 
+PACKED_EXPERTS = PACKED | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize(
-    ("scheme", "form"),
+    ("config", "scheme", "form"),
     [
-        ("int4-w4a16", "packed"), ("int8-w8a16", "packed"),
-        ("int8-w8a8", "w8a8"), ("fp8-dynamic", "w8a8"),
-        ("fp8-block", "w8a8"),
+        (PACKED, "int4-w4a16", "packed"), (PACKED, "int8-w8a16", "packed"),
+        (PACKED, "int8-w8a8", "w8a8"), (PACKED, "fp8-dynamic", "w8a8"),
+        (PACKED, "fp8-block", "w8a8"), (PACKED_EXPERTS, "fp8-block", "w8a8"),
+        (PACKED_EXPERTS, "int8-w8a8", "w8a8"),
     ],
+    ids=lambda it: it["model_type"] if isinstance(it, dict) else it,
 )  # fmt: skip
-def test_answers_of_quantized_models_are_bitwise_mesh_invariant(tmp_path, scheme, form, tp):
+def test_answers_of_quantized_models_are_bitwise_mesh_invariant(tmp_path, config, scheme, form, tp):
     """By steps, and by drafts that are verified."""
-    write_model_folder(tmp_path / "bf16", PACKED, scale=1024**-0.5)
+    write_model_folder(tmp_path / "bf16", config, scale=1024**-0.5)
     quantize_folder(tmp_path / "bf16", tmp_path / "q", RECIPES[scheme], progress=ignore_progress)
 
     def opened(folder: str, tp: int, form: str):

@@ -669,8 +669,9 @@ class _Cta:
         of_weights = [
             self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in self.first_weights(row)
         ]
+        load = functools.partial(load_vector, is_interpreted=plan.is_interpreted)
         return [
-            scaled(part, [(w_scales, 0), (x_scales, 1)], self.math)
+            scaled(part, [(load(w_scales, 0), 0), (load(x_scales, 1), 1)], self.math)
             for part, w_scales in zip(parts, of_weights, strict=True)
         ]
 

@@ -46,7 +46,7 @@ def quantize_rows(x, coding: RowCoding, *, interpret: bool = False) -> Quantized
     """See `w8a8.quantize_rows`.
 
     Raises:
-        NotImplementedError: If K is no multiple of 512.
+        NotImplementedError: If K is less than 512, or no multiple of 4.
     """
     return _quantize(x, None, coding, eps=0.0, interpret=interpret)
 
@@ -63,17 +63,26 @@ def rms_norm_quantize(
     return _quantize(x, gain, coding, eps=eps, interpret=interpret)
 
 
+def scales_shape(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Of what is allocated for the scales of rows, each of so many groups; 0 for whole rows."""
+    if not num_groups:
+        return (num_rows + SPARE_SCALES,)
+    return num_groups, pl.cdiv(num_rows, ROWS_OF_SCALES) * ROWS_OF_SCALES
+
+
 def _vec_len(width: int, *, may_overlap: bool = False) -> int:
     """Neighbouring channels of one thread: 8 or 4, as integers are packed by fours.
 
-    Chunks of groups that need no other group may overlap, so a row need not be whole chunks.
+    Chunks of rows that are not normalised may overlap, so a row need not be whole chunks: no peak
+    changes if a channel is seen twice.
     """
     found = next((v for v in (8, 4) if width % (rows.LANES * v) == 0), 0)
-    if may_overlap and width >= 4 * rows.LANES:
+    if may_overlap and width >= 4 * rows.LANES and width % 4 == 0:
         found = found or 4
     if not found:
+        allowed = "512 channels or more, in fours" if may_overlap else "a multiple of 512 channels"
         raise NotImplementedError(
-            f"sm90 quantises rows of a multiple of 512 channels, not {width}; use "
+            f"sm90 quantises rows of {allowed}, not {width}; use "
             "quantized_weights='auto', or portable"
         )
     return found
@@ -91,8 +100,7 @@ def _warpgroups(num_rows: int, num_chunks: int) -> int:
 def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> QuantizedRows:
     (num_rows, width), dtype, group_len = x.shape, coding.dtype, coding.group_len
     has_peaks = not group_len and coding.scale is None
-    may_overlap = group_len > 0 and gain is None
-    vec_len = _vec_len(width, may_overlap=may_overlap)
+    vec_len = _vec_len(width, may_overlap=gain is None)
     if gain is not None and not row_sum(width).is_wide:
         raise NotImplementedError(f"sm90 normalises and quantises wide rows, not {width=}")
     chunk = rows.LANES * vec_len
@@ -160,16 +168,14 @@ def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> Qua
             values_gmem[row, c] = _narrowed(math.mul(v, inverse), dtype, math)
 
     of_chunks = plgpu.SMEM((num_chunks, rows.LANES), jnp.float32)
-    scales_shape = (num_rows + SPARE_SCALES,)
-    if group_len:
-        scales_shape = (width // group_len, pl.cdiv(num_rows, ROWS_OF_SCALES) * ROWS_OF_SCALES)
+    of_scales = scales_shape(num_rows, width // group_len if group_len else 0)
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     values, scales = rows.run_kernel(
         body,
         (x, gain, None if coding.scale is None else coding.scale.reshape(1)),
         out=[
             jax.ShapeDtypeStruct(x.shape, jnp.int8),
-            jax.ShapeDtypeStruct(scales_shape, jnp.float32),
+            jax.ShapeDtypeStruct(of_scales, jnp.float32),
         ],
         grid={"row": num_rows},
         name="detjax_quantize_rows" if gain is None else "detjax_rms_norm_quantize",

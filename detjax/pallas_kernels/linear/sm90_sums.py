@@ -6,10 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
 
+from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.sm90_rows import Arithmetic
 
 TILE_SNAKE = 8
@@ -235,19 +240,50 @@ def add_bias(total, bias_gmem, start, axis: int):
     return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
 
 
+def load_from_any(ref, first, size: int, axis: int, *, is_interpreted: bool):
+    """`load_vector` of `size` float32 from element `first` on, which may be any.
+
+    # WHY: `load_vector` reads two neighbours along rows at once, which must lie at an even place.
+    """
+    if is_interpreted:
+        return ref[pl.ds(first, size)]
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout),
+    )
+    def emit(ctx, memory, first):
+        start = first.registers.item()
+        places = mgpu.FragmentedArray.broadcasted_iota(
+            ptx.int_type(), (size,), 0, layout.to_mgpu(), is_signed=True
+        )
+        registers = np.empty(places.registers.shape, object)
+        for at, register in np.ndenumerate(places.registers):
+            count = ir.VectorType(register.type).shape[0]
+            where = [arith.addi(start, ptx.element(register, i)) for i in range(count)]
+            index = ir.IndexType.get()
+            values = [memref.load(memory, [arith.index_cast(index, it)]) for it in where]
+            kind = ir.VectorType.get((count,), ir.F32Type.get())
+            registers[at] = vector.from_elements(kind, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=places.layout, _is_signed=None)
+
+    return emit(ref, jnp.int32(first))
+
+
 def scaled(total, scales: list, math: Arithmetic):
     """Sums of 8-bit values times their scales.
 
     Args:
         total: int32 or float32 accumulator.
-        scales: float32 in memory and the axis that they lie along, in the order of the products.
+        scales: float32 as `load_vector` gives them, and the axis that they lie along, in the order
+            of the products.
         math: Arithmetic on the accumulator's layout.
 
     # ROUND: a sum of integers to float32, then each product.
     """
     total = total.astype(jnp.float32)
-    for ref, axis in scales:
-        values = load_vector(ref, axis, is_interpreted=math.is_interpreted)
+    for values, axis in scales:
         total = math.mul(total, math.cast(lax.broadcast_in_dim(values, total.shape, (axis,))))
     return total
 

@@ -524,7 +524,8 @@ class _Cta:
         if not self.plan.block_rows:
             w_scales = operands.w_scales.at[pl.ds(weight, chunk)]
             x_scales = operands.x_scales.at[pl.ds(row, WG_ROWS)]
-            sums = scaled(sums, [(w_scales, 1), (x_scales, 0)], self.math)
+            load = functools.partial(load_vector, is_interpreted=self.plan.is_interpreted)
+            sums = scaled(sums, [(load(w_scales, 1), 1), (load(x_scales, 0), 0)], self.math)
         return sums if operands.bias is None else add_bias(sums, operands.bias, weight, 1)
 
     @property

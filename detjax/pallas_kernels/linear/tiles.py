@@ -10,6 +10,8 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from detjax.pallas_kernels.linear.quantized import BLOCK, FLOAT8_CHUNK, Coding
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 
@@ -72,6 +74,16 @@ class OperandType(enum.Enum):
     def scale_bytes(self) -> int:
         """Of the scales of an activation's chunk."""
         return 4 if self is OperandType.FLOAT8_BLOCKS else 0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations, and of weights that are no codes."""
+        return jnp.dtype(self.value.split()[0])
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether chunks of K are added outside of accumulators."""
+        return self in (OperandType.FLOAT8, OperandType.FLOAT8_BLOCKS)
 
     @property
     def num_bytes(self) -> int:
@@ -611,8 +623,7 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         return waves(-(-num_rows // 128) * -(-num_out // cols)) * cols / rate
 
     # WHY: the chunks of float8 are in registers beside their sum.
-    is_float8 = p.operands in (OperandType.FLOAT8, OperandType.FLOAT8_BLOCKS)
-    most_cols = FLOAT8_COLS if is_float8 else _TALL_COLS[0][0]
+    most_cols = FLOAT8_COLS if p.operands.is_float8 else _TALL_COLS[0][0]
     options = [it for it in _TALL_COLS if it[0] <= most_cols]
     if p.operands is OperandType.FLOAT8_BLOCKS:
         options = [it for it in options if it[0] % BLOCK == 0]  # whole blocks have one scale

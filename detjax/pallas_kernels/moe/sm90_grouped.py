@@ -25,8 +25,10 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     add_bias,
     chunked_sum,
     leaf_sum,
+    load_from_any,
     load_vector,
     put_transposed,
+    scaled,
     tiled,
     views,
 )
@@ -43,7 +45,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     schedule_few,
     work_shapes,
 )
-from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles
+from detjax.pallas_kernels.moe.sm90_tiles import SCALE_ALIGNMENT, GroupedTiles
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_ring import Ring
@@ -102,10 +104,10 @@ def _store_rows(staged, block, out_gmem, start, count, most: int, cols) -> None:
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
-    x: Any  # [S, K] bf16 or float8, sorted; [M, K] where every CTA makes the list of tiles
+    x: Any  # [S, K] bf16 or of 8 bits, sorted; [M, K] where every CTA makes the list of tiles
     w: Any  # [e, N, K], likewise; [e, 2 F, K] if gated, F rows of gates and F of ups
-    x_scales: Any = None  # [K / 128, >= S] f32, of float8
-    w_scales: Any = None  # [e, N / block_rows, K / 128] f32, of float8
+    x_scales: Any = None  # [> S] f32, of 8 bits; [K / 128, >= S] with blocks
+    w_scales: Any = None  # [e, N] f32, of 8 bits; [e, N / block_rows, K / 128] of blocks
     work: Any = None  # `GroupedWork`: the list of tiles
     logits: Any = None  # [M, e] f32, of the router
     ids: Any = None  # [S] int32, the expert of each slot
@@ -125,9 +127,9 @@ class _Results(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, tile_rows, span] bf16 or float8
-    x_scales: Any  # [stages, slabs, scale_rows] f32, of float8
-    w: Any  # [stages, cta_weights, k] bf16 or float8
+    x: Any  # [stages, slabs, tile_rows, span] bf16 or of 8 bits
+    x_scales: Any  # [stages, slabs, scale_rows] f32, of blocks
+    w: Any  # [stages, cta_weights, k] bf16 or of 8 bits
     out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
     zeros: Any  # [256] bf16
     work: Any  # `GroupedWork`: the list of tiles
@@ -152,7 +154,7 @@ class _Plan:
         is_one_row: Whether rank r of one row is tile r, and a list is the experts of the ranks.
         by_slot: Whether the output's rows lie in order of slot.
         writes_zeros: Whether slots of experts that are not here get zeros.
-        block_rows: Outputs that share a scale of float8; 0 if operands are bfloat16.
+        block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
         is_interpreted: Whether a CPU interprets the kernel.
         clamp: Of the gated epilogue, or None.
     """
@@ -169,6 +171,16 @@ class _Plan:
     block_rows: int
     is_interpreted: bool
     clamp: SwigluClamp | None
+
+    @property
+    def operand_dtype(self) -> jnp.dtype:
+        """Of rows and weights."""
+        return self.tiles.operands.dtype
+
+    @property
+    def is_w8a8(self) -> bool:
+        """Whether operands have 8 bits, and their sums are scaled."""
+        return self.operand_dtype.itemsize == 1
 
     @property
     def makes_list(self) -> bool:
@@ -249,11 +261,13 @@ class _Plan:
         firsts = range(0, self.wg_out, SPAN)
         return [it + i * self.num_out for i in range(2 if t.is_gated else 1) for it in firsts]
 
-    def check(self) -> None:
-        """Refuse products that these tiles do not divide, or do not place."""
+    def check(self, dtype: jnp.dtype) -> None:
+        """Refuse products of a dtype that these tiles do not divide, or do not place."""
         t = self.tiles
         if (self.block_rows > 0) != (t.operands is OperandType.FLOAT8_BLOCKS):
             raise ValueError(f"{t.operands=} do not go with {self.block_rows=}")
+        if dtype != self.operand_dtype:
+            raise ValueError(f"{t.operands=} do not go with {dtype=}")
         if self.block_rows % SPAN:
             raise ValueError(f"{self.block_rows=} must be a multiple of {SPAN}")
         if self.k_len % t.k:
@@ -358,8 +372,9 @@ class _Cta:
 
     def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
-        slots = self.slots_of(start)
-        self.store_flat(self.product(first, entry, col), start, count, col, slots, entry)
+        slots, row = self.slots_of(start), jnp.int32(0) if self.plan.few else start
+        total = self.product(first, entry, row, col)
+        self.store_flat(total, start, count, col, slots, entry)
 
     def tall_tile(self, first, start, count, col, entry) -> None:
         """A tile of 64 rows a warpgroup; one without rows gives back its steps of the ring."""
@@ -367,7 +382,7 @@ class _Cta:
 
         @pl.when(mine > 0)
         def _():
-            total = self.product(first, entry, col)
+            total = self.product(first, entry, start, col)
             self.store_tall(total, start + self.wg * 64, mine, col, entry)
 
         @pl.when(mine == 0)
@@ -379,8 +394,15 @@ class _Cta:
 
             lax.fori_loop(0, self.plan.steps, pass_over, ())
 
-    def product(self, first, entry, col) -> tuple:
-        """The accumulator of a tile, [wg_rows, cols] f32, in `_Plan.pieces`."""
+    def product(self, first, entry, row, col) -> tuple:
+        """The accumulator of a tile, [wg_rows, cols] f32, in `_Plan.pieces`.
+
+        Args:
+            first: Its first step of the ring.
+            entry: Of the list.
+            row: The first of its rows in `x`.
+            col: Its first output.
+        """
         plan, t, ring = self.plan, self.plan.tiles, self.ring
         x_smem, w_smem = self.x_views[0], self.memory.w
 
@@ -403,38 +425,78 @@ class _Cta:
                 plgpu.commit_smem()
             ring.release(first + i)
 
-        if plan.block_rows:
-            return chunked_sum(
-                (t.wg_rows, t.cols),
-                plan.steps,
-                take=lambda i: ring.wait(first + i),
-                multiply=multiply_slab,
-                give=give,
+        row_scales = self.row_scales(row)
+        shape, take = (t.wg_rows, t.cols), lambda i: ring.wait(first + i)
+        if plan.operand_dtype == jnp.float8_e4m3fn:
+            total = chunked_sum(
+                shape, plan.steps, take=take, multiply=multiply_slab, give=give,
                 num_chunks=plan.slabs,
-                scales=self.chunk_scales(first, entry, col),
-            )
-        total = leaf_sum(
-            (t.wg_rows, t.cols),
-            plan.steps,
-            take=lambda i: ring.wait(first + i),
-            multiply=multiply,
-            give=give,
-            in_flight=t.delay * plan.slabs,
-        )
-        return tuple(total[piece] for piece in plan.pieces)
+                scales=self.chunk_scales(first, entry, row, col) if plan.block_rows else None,
+            )  # fmt: skip
+        else:
+            total = leaf_sum(
+                shape, plan.steps, take=take, multiply=multiply, give=give,
+                in_flight=t.delay * plan.slabs,
+                dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
+            )  # fmt: skip
+        if plan.block_rows:
+            return total
+        pieces = tuple(total[piece] for piece in plan.pieces)
+        return self.scaled(pieces, row_scales, entry, col) if plan.is_w8a8 else pieces
 
-    def chunk_scales(self, first, entry, col) -> ChunkScales:
-        """Scales of a tile from output `col` on, whose first step is the ring's step `first`.
+    @property
+    def math(self) -> sm90_rows.Arithmetic:
+        """On accumulators."""
+        return sm90_rows.Arithmetic(
+            layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
+        )
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of an accumulator along which rows lie."""
+        return 1 if self.plan.tiles.is_swapped else 0
+
+    @property
+    def wg_first(self):
+        """A warpgroup's first row of a tile, and how many it has."""
+        t = self.plan.tiles
+        return (0, t.cols) if t.is_swapped else (self.wg * t.wg_rows, t.wg_rows)
+
+    def first_output(self, col):
+        """A warpgroup's first output of a tile from output `col` on."""
+        return col + self.wg * self.plan.wg_out if self.plan.tiles.is_swapped else col
+
+    def row_scales(self, row):
+        """Scales of a warpgroup's rows, read ahead of their product; None if chunks have them."""
+        plan, (first, size) = self.plan, self.wg_first
+        if not plan.is_w8a8 or plan.block_rows:
+            return None
+        return load_from_any(
+            self.operands.x_scales, row + first, size, self.row_axis,
+            is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
+
+    def scaled(self, pieces: tuple, row_scales, entry, col) -> tuple:
+        """Sums of 8-bit values times the scales of weights, then those of rows.
+
+        # WHY, behind the product: as in `with_biases`.
+        """
+        own, axis = self.operands.w_scales.at[self.expert_of(entry)], 1 - self.row_axis
+        col, found = self.first_output(col), []
+        for piece, weight in zip(pieces, self.plan.piece_weights, strict=True):
+            scales = own.at[pl.ds(col + weight, SPAN)]
+            scales = load_vector(scales, axis, is_interpreted=self.plan.is_interpreted)
+            found.append(scaled(piece, [(scales, axis), (row_scales, self.row_axis)], self.math))
+        return tuple(found)
+
+    def chunk_scales(self, first, entry, row, col) -> ChunkScales:
+        """Scales of a tile: what the arguments are says `product`.
 
         # WHY, late: as in `with_biases`.
         """
-        plan, t = self.plan, self.plan.tiles
-        if t.is_swapped:
-            col = col + self.wg * plan.wg_out
-            rows, piece_shape = pl.ds(0, t.cols), (SPAN, t.cols)
-        else:
-            rows, piece_shape = pl.ds(self.wg * t.wg_rows, t.wg_rows), (t.wg_rows, SPAN)
-        axis = 1 if t.is_swapped else 0
+        plan, t, axis = self.plan, self.plan.tiles, self.row_axis
+        col, (wg_row, num_rows) = self.first_output(col), self.wg_first
+        place = wg_row + lax.rem(row, jnp.int32(SCALE_ALIGNMENT))
 
         def of_weights(i, j):
             expert = self.expert_of(entry)
@@ -442,13 +504,12 @@ class _Cta:
             return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
 
         def of_rows(i, j):
-            chunk = self.memory.x_scales.at[self.ring.slot(first + i), j, rows]
-            return load_vector(chunk, axis, is_interpreted=plan.is_interpreted)
+            chunk = self.memory.x_scales.at[self.ring.slot(first + i), j]
+            return load_from_any(chunk, place, num_rows, axis, is_interpreted=plan.is_interpreted)
 
-        math = sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=plan.is_interpreted)
         return ChunkScales(
             of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
-            piece_shape=piece_shape, math=math,
+            piece_shape=(SPAN, t.cols) if t.is_swapped else (t.wg_rows, SPAN), math=self.math,
             is_late=plan.is_one_row and plan.few is not None,
         )  # fmt: skip
 
@@ -483,10 +544,7 @@ class _Cta:
 
     def gated(self, gates, ups):
         """SwiGLU of two accumulators, in bfloat16."""
-        math = sm90_rows.Arithmetic(
-            layout=plgpu.Layout.WGMMA, is_interpreted=self.plan.is_interpreted
-        )
-        return gated_bf16(gates, ups, math, self.plan.clamp)
+        return gated_bf16(gates, ups, self.math, self.plan.clamp)
 
     def store_flat(self, total, start, count, col, slots: list, entry) -> None:
         """Store a transposed accumulator: its rows in sorted order, or each at its place."""
@@ -596,9 +654,11 @@ class _Cta:
                 full,
             )
         if plan.block_rows:
+            # WHY: TMA reads from a multiple of 16 bytes on, also with a tensor's coordinates.
+            begin = row - lax.rem(row, jnp.int32(SCALE_ALIGNMENT))
             groups = pl.ds(i * plan.slabs, plan.slabs)
             plgpu.copy_gmem_to_smem(
-                self.operands.x_scales.at[groups, pl.ds(row, plan.tiles.scale_rows)],
+                self.operands.x_scales.at[groups, pl.ds(begin, plan.tiles.scale_rows)],
                 self.memory.x_scales.at[slot],
                 full,
             )
@@ -674,7 +734,7 @@ class _Cta:
 
 def _memory_types(plan: _Plan) -> _Memory:
     t = plan.tiles
-    dtype = jnp.float8_e4m3fn if plan.block_rows else jnp.bfloat16
+    dtype = plan.operand_dtype
     out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
     x_shape = (t.stages, plan.slabs, t.tile_rows, t.span)
     work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
@@ -714,7 +774,7 @@ def _grouped(
         writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
-    plan.check()
+    plan.check(x.dtype)
 
     def body(operands: _Operands, results: _Results, memory: _Memory):
         cta = _Cta(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers of a warpgroup, one or a few a thread: what the lists of experts are made with."""
+"""Integers of a warpgroup, one or a few a thread: what the lists of experts are made with.
+
+`scatter` and `gather` move float32 as well.
+"""
 
 import functools
 
@@ -27,11 +30,11 @@ def integers(size: int, is_interpreted: bool) -> rows.Arithmetic:
 
 def _joined(scalars: list, like) -> mgpu.FragmentedArray:
     """An array of the layout of `like`, one register, from the scalars of a thread."""
-    (register,) = like.registers.flat
-    joined = vector.from_elements(register.type, scalars)
+    kind = ir.VectorType.get((len(scalars),), scalars[0].type)
     registers = like.registers.copy()
-    registers[...] = joined
-    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
+    registers[...] = vector.from_elements(kind, scalars)
+    is_signed = True if isinstance(kind.element_type, ir.IntegerType) else None
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=is_signed)
 
 
 def scatter(ref, index, values, math: rows.Arithmetic) -> None:
@@ -66,7 +69,7 @@ def gather(ref, index, math: rows.Arithmetic):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), math.layout),
-        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=math.layout),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=math.layout),
     )
     def emit(ctx, memory, index):
         where = [arith.index_cast(ir.IndexType.get(), i) for i in ptx.scalars_of(index)]

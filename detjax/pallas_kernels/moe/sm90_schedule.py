@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows which expert multiplies: a stable sort of slots by expert, and a list of tiles.
 
-Integers alone. A slot is a row and one of its experts, `m * k + rank`.
+Integers alone, and copies. A slot is a row and one of its experts, `m * k + rank`.
 """
 
 import functools
@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.linear.quantized import QuantizedRows
+from detjax.pallas_kernels.linear.sm90_quantize_rows import scales_shape
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
 
 EXPERT, START, COUNT = range(3)
@@ -206,17 +208,33 @@ def _count_blocks(ids, first_expert, *, block: int, num_blocks: int, num_local: 
     )
 
 
+_SCALES_AT_ONCE = 16
+
+
+def _sort_scales(scales_gmem, sorted_gmem, places, slots, *, top_k: int, math) -> None:
+    """Copy the scales of each slot's row to its place, where it has one."""
+    last = math.full(places.shape, scales_gmem.shape[1] - 1, jnp.int32)
+    tokens = jnp.minimum(lax.div(slots, math.full(places.shape, top_k, jnp.int32)), last)
+    groups = range(scales_gmem.shape[0])
+    for first in groups[::_SCALES_AT_ONCE]:
+        some = groups[first : first + _SCALES_AT_ONCE]
+        # WHY: all loads first, as none may pass a store.
+        found = [lanes.gather(scales_gmem.at[i], tokens, math) for i in some]
+        for i, values in zip(some, found, strict=True):
+            lanes.scatter(sorted_gmem.at[i], places, values, math)
+
+
 _BLOCKS_AT_ONCE = 32
 
 
 @functools.partial(jax.jit, static_argnames=("num_local", "tile_rows", "interpret"))
 def sort_rows(
     x, expert_ids, first_expert, *, num_local: int, tile_rows: int, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, GroupedWork]:
+) -> tuple[Any, jax.Array, GroupedWork]:
     """Copy each row once for each of its experts here, in order of expert, then of slot.
 
     Args:
-        x: [M, D].
+        x: [M, D], or `QuantizedRows`, whose scales go with them.
         expert_ids: int32 [M, k].
         first_expert: int32 [1].
         num_local: Experts here.
@@ -224,12 +242,19 @@ def sort_rows(
         interpret: Run in interpret mode.
 
     Returns:
-        The sorted rows [M k, D], of which those past the last local slot are undefined; the sorted
-        row of each slot [M k], -1 where its expert is not here; the list of tiles.
+        The sorted rows [M k, D], of which those past the last local slot are undefined, as `x`; the
+        sorted row of each slot [M k], -1 where its expert is not here; the list of tiles.
     """
+    x, scales = (x.values, x.scales) if isinstance(x, QuantizedRows) else (x, None)
     num_tokens, width = x.shape
     top_k = expert_ids.shape[1]
     num_slots = num_tokens * top_k
+    sorted_scales = None
+    if scales is not None:
+        num_groups = scales.shape[0] if scales.ndim > 1 else 0
+        of_scales = scales_shape(num_slots, num_groups)
+        scales = scales.reshape(-1, scales.shape[-1])
+        sorted_scales = jax.ShapeDtypeStruct((len(scales), of_scales[-1]), jnp.float32)
     tokens = block_tokens(num_tokens, top_k, width)
     block = tokens * top_k
     num_blocks = -(-num_tokens // tokens)
@@ -264,11 +289,11 @@ def sort_rows(
         return lax.fori_loop(0, counts_gmem.shape[0] // _BLOCKS_AT_ONCE, some, (zeros, zeros))
 
     def body(
-        x_gmem,  # [M, D / span, span]
+        given,  # [M, D / span, span]; scales [groups or 1, >= M] f32, or None
         ids_gmem,  # [S] int32
         first_expert_gmem,  # [1] int32
         counts_gmem,  # [blocks, size] int32, or None where each CTA counts
-        sorted_gmem,  # [S, D / span, span]
+        found,  # the like of S sorted rows
         places_gmem,  # [S] int32
         work,  # `GroupedWork`
         rows_smem,  # [tokens, D / span, span]
@@ -279,6 +304,7 @@ def sort_rows(
         scratch,  # [3, 4] int32
         arrived,  # the rows are there
     ):
+        (x_gmem, scales_gmem), (sorted_gmem, sorted_scales) = given, found
         cta = lax.axis_index("cta")
         first_slot = cta * block
 
@@ -311,6 +337,8 @@ def sort_rows(
         places_smem[...] = places
         lanes.scatter(places_gmem, jnp.where(inside, slots, none), places, math)
         lanes.scatter(work.order, places, slots, math)
+        if scales_gmem is not None:
+            _sort_scales(scales_gmem, sorted_scales, places, slots, top_k=top_k, math=math)
         plgpu.commit_smem()
         plgpu.barrier_wait(arrived)
 
@@ -332,11 +360,11 @@ def sort_rows(
 
         plgpu.wait_smem_to_gmem(0)
 
-    sorted_rows, places, work = rows.run_kernel(
+    (sorted_rows, sorted_scales), places, work = rows.run_kernel(
         body,
-        (x.reshape(num_tokens, width // span, span), ids, first_expert, counts),
+        ((x.reshape(num_tokens, width // span, span), scales), ids, first_expert, counts),
         out=[
-            jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype),
+            (jax.ShapeDtypeStruct((num_slots, width // span, span), x.dtype), sorted_scales),
             jax.ShapeDtypeStruct((num_slots,), jnp.int32),
             work_shapes(num_slots, num_local, tile_rows),
         ],
@@ -353,4 +381,7 @@ def sort_rows(
             plgpu.Barrier(num_arrivals=tokens),
         ],
     )
-    return sorted_rows.reshape(num_slots, width), places, work
+    found = sorted_rows.reshape(num_slots, width)
+    if sorted_scales is not None:
+        found = QuantizedRows(values=found, scales=sorted_scales.reshape(of_scales))
+    return found, places, work
