@@ -57,13 +57,10 @@ takes_every_model = False
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
-adapted_dtypes: tuple[str, ...] = ()
-withheld_sinks = ""  # tracing them says it
+adapted_dtypes: tuple[str, ...] = ("bfloat16",)
+withheld_sinks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
-withheld_w8a8_scales = (
-    "the reference backend quantises a whole row by its own peak, not by groups, with a bound or "
-    "with the checkpoint's scale; use backend portable"
-)
+withheld_w8a8_scales = ""
 
 
 def why_not_here() -> str | None:
