@@ -31,6 +31,7 @@ from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_req
 from detjax.testing.operation_cases import (
     answer_cases,
     digest_of,
+    family_cases,
     operation_cases,
 )
 
@@ -353,7 +354,8 @@ def test_answers_of_float32_depend_neither_on_batch_nor_on_mesh(options):
     assert digests(**options) == digests(batch_size=1, prefill_chunk=256)
 
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
+GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((GOLDEN_FOLDER / "hopper_bits.json").read_text())
 QUICK = [
     "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
     "experts 7x256x128, 4 of 24", "8 bits int8 3x512x256", "8 bits float8_e4m3fn 3x512x256",
@@ -384,8 +386,8 @@ ANSWERED = quick_and_slow(
 @pytest.mark.parametrize(("name", "count"), ANSWERED)
 def test_whole_answers_have_the_bits_of_a_gpu(name, count):
     """Greedy and sampled, with filters and penalties, in another batch than on the GPU."""
-    make, requests = answer_cases()[name]
-    got = answers(make(Backend.REFERENCE), requests[:count], batch_size=2, prefill_chunk=128)
+    cases = answer_cases() | family_cases(GOLDEN_FOLDER / "hf")
+    got = cases[name].answers(Backend.REFERENCE, count, batch_size=2, prefill_chunk=128)
     expected = [GOLDEN["answers"][f"{name} {i}"] for i in range(count)]
     assert [answer.digest()[:16] for answer in got] == expected
 
