@@ -11,6 +11,7 @@ log-probabilities of whole answers.
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -187,10 +188,12 @@ def collect(folder: Path, only: str) -> None:
         collect_functions(folder / "functions.npz")
         print(f"functions after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
-    for name, found in results(Backend.SM90, only):
-        arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
-        print(f"{name}: {digest_of(found)}", flush=True)
-    np.savez_compressed(folder / "cases.npz", **arrays)
+    try:
+        for name, found in results(Backend.SM90, only):
+            arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
+            print(f"{name}: {digest_of(found)}", flush=True)
+    finally:
+        np.savez_compressed(folder / "cases.npz", **arrays)
     print(f"cases after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
     for name, completions in model_answers(Backend.SM90, only):
@@ -251,6 +254,8 @@ def main() -> int:
     parser.add_argument("--out", help="write JSON rows of a comparison here")
     args = parser.parse_args()
     if args.what == "collect":
+        # What was found is kept if the time is over.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
         collect(args.folder, args.only)
         return 0
     backend = Backend(args.backend)

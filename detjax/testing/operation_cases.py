@@ -604,7 +604,7 @@ def family_cases(folder: Path) -> dict[str, AnswerCase]:
     for name in FAMILY_FOLDERS:
         config = dataclasses.replace(
             load_config(folder / name), head_dim=64, eos_token_ids=(), hidden_size=512,
-            intermediate_size=1024, num_heads=8, num_kv_heads=4,
+            intermediate_size=1024, num_heads=8, num_kv_heads=4, vocab_size=384,
         )  # fmt: skip
         cases[f"family {name}"] = _dummy_case(config)
     return cases
