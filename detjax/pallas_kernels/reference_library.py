@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.reference_tables import special_function_tables
+from detjax.pallas_kernels.reference_tables import special_function_steps
 
 SOURCES = Path(__file__).parent / "reference_code"
 OPERATIONS = (
@@ -105,17 +105,13 @@ def library() -> ctypes.CDLL:
         OSError: If the cache cannot be used.
     """
     loaded = ctypes.CDLL(str(_compiled()))
-    # The library keeps the addresses: the arrays live as long as the process.
-    loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
+    steps = special_function_steps()
+    assert all(one.dtype == np.int8 and one.flags.c_contiguous for one in steps)
+    loaded.detjax_set_tables(*(one.ctypes.data_as(ctypes.c_void_p) for one in steps))
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
         jax.ffi.register_ffi_target(f"{PREFIX}{name}", handler, platform=Backend.REFERENCE.platform)
     return loaded
-
-
-@functools.cache
-def _tables() -> tuple[np.ndarray, ...]:
-    return special_function_tables()
 
 
 @functools.cache

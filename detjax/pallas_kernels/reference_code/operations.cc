@@ -745,9 +745,16 @@ DETJAX_EXPORT(adjust_logits, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
 
 extern "C" {
 
-// Tables of float32 bits: [2^23], [2^23] and [2^24] entries, which the caller keeps.
-void detjax_set_tables(const uint32_t* ex2, const uint32_t* rcp, const uint32_t* rsqrt) {
-  detjax::tables = {ex2, rcp, rsqrt};
+// Fill the tables, [2^23], [2^23] and [2^24] entries from 1.0 on, by the steps between neighbours.
+void detjax_set_tables(const int8_t* ex2, const int8_t* rcp, const int8_t* rsqrt) {
+  static std::vector<uint32_t> held[3];
+  const int8_t* steps[] = {ex2, rcp, rsqrt};
+  for (int i = 0; i < 3; ++i) {
+    held[i].resize((i == 2 ? 2 : 1) * detjax::kOctave);
+    uint32_t entry = 0x3f800000u;
+    for (size_t j = 0; j < held[i].size(); ++j) held[i][j] = entry += uint32_t(int32_t(steps[i][j]));
+  }
+  detjax::tables = {held[0].data(), held[1].data(), held[2].data()};
 }
 
 // Use vectors of at most so many float32, for tests; returns how many are used.
