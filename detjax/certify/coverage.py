@@ -76,24 +76,22 @@ REFUSED: dict[tuple[str, Backend], str] = {
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
 
-_GEMMA_REFUSED = {
-    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
-    ("bfloat16", Backend.REFERENCE): (
-        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not bfloat16 with "
-        "float32; use portable"
-    ),
+_SM90_GEMMA_REFUSED = {
+    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
-    "gemma2": _GEMMA_REFUSED,
-    "gemma3_text": _GEMMA_REFUSED,
-    "gpt_oss": {
-        **{
-            (dtype, Backend.SM90): KERNELS[Backend.SM90].withheld_sinks
-            for dtype in ("bfloat16", "float32")
-        },
+    "gemma2": {
+        **_SM90_GEMMA_REFUSED,
         ("bfloat16", Backend.REFERENCE): (
-            "attention of the reference backend has no sinks; use portable"
+            "attention of the reference backend has no soft cap on scores (softcap=50.0); use "
+            "portable"
         ),
+    },
+    "gemma3_text": _SM90_GEMMA_REFUSED,
+    "gpt_oss": {
+        (dtype, backend): KERNELS[backend].withheld_sinks
+        for dtype in ("bfloat16", "float32")
+        for backend in (Backend.SM90, Backend.REFERENCE)
     },
 }
 """What a backend refuses beside that in the usual sizes of a family."""
