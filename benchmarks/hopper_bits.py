@@ -11,6 +11,7 @@ log-probabilities of whole answers.
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +27,15 @@ from benchmarks.common import Rows, environment
 from detjax.engine.outputs.completion import Completion
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
-from detjax.testing.dummies import answers
 from detjax.testing.operation_cases import (
     answer_cases,
     as_bits,
     digest_of,
+    family_cases,
     operation_cases,
 )
 
+FAMILIES = Path(__file__).parents[1] / "tests" / "golden" / "hf"
 OCTAVE = 1 << 23
 """float32 numbers of one sign and exponent."""
 PIECE = 2048
@@ -149,10 +151,15 @@ def collect_functions(path: Path) -> None:
         print(f"{name}: {differences[name].sum()} differ, exponents {exponents}")
 
 
+def is_named(name: str, only: str) -> bool:
+    """Whether a name has one of the texts of `only`, which has bars between them."""
+    return any(part in name for part in only.split("|"))
+
+
 def results(backend: Backend, only: str = "") -> Iterator[tuple[str, tuple]]:
     """Every case's arrays; a refusal is printed and left out."""
     for name, run in operation_cases().items():
-        if only not in name:
+        if not is_named(name, only):
             continue
         try:
             yield name, tuple(np.asarray(array) for array in run(backend))
@@ -161,10 +168,15 @@ def results(backend: Backend, only: str = "") -> Iterator[tuple[str, tuple]]:
 
 
 def model_answers(backend: Backend, only: str = "") -> Iterator[tuple[str, list[Completion]]]:
-    """Whole answers of each model, in a batch of four."""
-    for name, (make, requests) in answer_cases().items():
-        if only in name:
-            yield name, answers(make(backend), requests, batch_size=4)
+    """Whole answers of each model, in a batch of four; a refusal is printed and left out."""
+    cases = answer_cases() | family_cases(FAMILIES)
+    for name, case in cases.items():
+        if not is_named(name, only):
+            continue
+        try:
+            yield name, case.answers(backend, batch_size=4)
+        except (NotImplementedError, ValueError) as error:
+            print(f"{name}: refused: {error}", flush=True)
 
 
 def collect(folder: Path, only: str) -> None:
@@ -176,10 +188,12 @@ def collect(folder: Path, only: str) -> None:
         collect_functions(folder / "functions.npz")
         print(f"functions after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
-    for name, found in results(Backend.SM90, only):
-        arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
-        print(f"{name}: {digest_of(found)}", flush=True)
-    np.savez_compressed(folder / "cases.npz", **arrays)
+    try:
+        for name, found in results(Backend.SM90, only):
+            arrays |= {f"{name}/{i}": as_bits(array) for i, array in enumerate(found)}
+            print(f"{name}: {digest_of(found)}", flush=True)
+    finally:
+        np.savez_compressed(folder / "cases.npz", **arrays)
     print(f"cases after {time.monotonic() - begun:.0f} s", flush=True)
     arrays = {}
     for name, completions in model_answers(Backend.SM90, only):
@@ -234,10 +248,14 @@ def main() -> int:
     parser.add_argument("what", choices=["collect", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", default="reference", choices=[b.value for b in Backend])
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument(
+        "--only", default="", help="names that contain this text, or one of these with | between"
+    )
     parser.add_argument("--out", help="write JSON rows of a comparison here")
     args = parser.parse_args()
     if args.what == "collect":
+        # What was found is kept if the time is over.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
         collect(args.folder, args.only)
         return 0
     backend = Backend(args.backend)

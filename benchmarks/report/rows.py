@@ -15,6 +15,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 GPUS = {"h200": "H200", "h100": "H100"}
 """Folders of GPUs, that of the headline first, and what `gpu` of their rows contains."""
 
+MACHINES = GPUS | {"cpu": "cpu"}
+"""All folders that rows are read from."""
+
 FIRST_GPU = "h200"
 DRAFTS, NO_DRAFTS, NOT_RECORDED = "drafts", "no drafts", "drafts not recorded"
 
@@ -29,13 +32,13 @@ def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
     """Rows of a subject in the newest committed run of a command on a GPU, or none.
 
     Raises:
-        ValueError: If a row is not of the GPU whose folder it stands in.
+        ValueError: If a row is not of the machine whose folder it stands in.
     """
     files = sorted((RESULTS / gpu).glob(f"*-{command}.jsonl"))
     found = map(json.loads, files[-1].read_text().splitlines()) if files else ()
     of_subject = [row for row in found if row["subject"] == subject]
     for row in of_subject:
-        if GPUS[gpu] not in row["gpu"]:
+        if MACHINES[gpu] not in row["gpu"]:
             raise ValueError(f"{row_name(row)} in {files[-1].name} is of {row['gpu']}, not {gpu}")
     return of_subject
 

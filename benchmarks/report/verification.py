@@ -6,11 +6,12 @@ newest rows count: those of the last date, and of them those of the last commit.
 something differs is refused, so the page cannot be written over it.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.report.mesh import BITS, read_impl
-from benchmarks.report.rows import GPUS, listed, model_name, rows, table
+from benchmarks.report.rows import GPUS, RESULTS, listed, model_name, rows, table
 
 NOT_RUN = "not run on a GPU"
 
@@ -25,6 +26,10 @@ class Evidence:
         counts: Whether a row is about the claim.
         num_different: Of a row, how much differs; anything but 0 refuses the report.
         sizes: What the newest rows compared, in words.
+        folders: Of results, where rows are.
+        machine: Between what a row compares; empty if it is the row's GPU alone.
+        is_of_one_commit: Whether rows of one date and several commits are several comparisons, of
+            which the last counts; else they are parts of one.
     """
 
     command: str
@@ -32,6 +37,9 @@ class Evidence:
     counts: Callable[[dict], bool]
     num_different: Callable[[dict], int]
     sizes: Callable[[Sequence[dict]], str]
+    folders: tuple[str, ...] = tuple(GPUS)
+    machine: str = ""
+    is_of_one_commit: bool = True
 
     def newest(self) -> list[dict]:
         """The newest rows of all kinds of GPU; none if there is none.
@@ -40,13 +48,19 @@ class Evidence:
             ValueError: If something differs in one of them.
         """
         found = [
-            row for gpu in GPUS for row in rows(self.command, self.subject, gpu) if self.counts(row)
+            row
+            for folder in self.folders
+            for row in rows(self.command, self.subject, folder)
+            if self.counts(row)
         ]
         if not found:
             return []
         last = max(found, key=lambda row: row["date"])  # the first of equals
         of_day = [row for row in found if (row["date"], row["gpu"]) == (last["date"], last["gpu"])]
-        newest = [row for row in of_day if row["commit"] == of_day[-1]["commit"]]
+        last_commit = of_day[-1]["commit"]
+        newest = [
+            row for row in of_day if row["commit"] == last_commit or not self.is_of_one_commit
+        ]
         for row in newest:
             if self.num_different(row):
                 raise ValueError(f"bits differ in {row}; the page must not say that they do not")
@@ -169,6 +183,17 @@ def _server(found: Sequence[dict]) -> str:
     )
 
 
+def _hopper_bits(found: Sequence[dict]) -> str:
+    cases = len({row["case"] for row in found})
+    return f"{_total(found, 'elements')} results of {cases} cases of operations"
+
+
+def _hopper_answers(found: Sequence[dict]) -> str:
+    models = len({row["case"] for row in found})
+    answers, tokens = _total(found, "answers"), _total(found, "tokens")
+    return f"{answers} answers of {models} models, {tokens} tokens and logprobs"
+
+
 def _part(*, mode: str) -> Callable[[dict], bool]:
     return lambda row: row["mode"] == mode
 
@@ -181,6 +206,12 @@ PRODUCTION = {
     "command": "production", "subject": "production",
     "num_different": lambda row: row["different"] + row["self_check_differences"],
 }  # fmt: skip
+ON_A_CPU = {
+    "command": "hopper_bits", "counts": lambda row: True,
+    "num_different": lambda row: row["different"], "folders": ("cpu",),
+    "machine": "H200 and a CPU", "is_of_one_commit": False,
+}  # fmt: skip
+REFERENCE = "tests/pallas_kernels/test_reference.py"
 ANSWERS = "tests/invariance/test_answers.py::test_answers_are_bitwise"
 CLAIMS = (
     Claim(
@@ -225,6 +256,19 @@ CLAIMS = (
             command="mesh", subject="mesh_step_bits", counts=_is_on_a_mesh,
             num_different=lambda row: sum(row.get(name, 0) for name in BITS), sizes=_meshes,
         ),
+    ),
+    Claim(
+        name="machine-invariant, operations",
+        tests=(
+            f"{REFERENCE}::test_operations_have_the_bits_of_a_gpu",
+            f"{REFERENCE}::test_products_have_the_bits_of_the_definition",
+        ),
+        evidence=Evidence(subject="hopper_bits", sizes=_hopper_bits, **ON_A_CPU),
+    ),
+    Claim(
+        name="machine-invariant, answers",
+        tests=(f"{REFERENCE}::test_whole_answers_have_the_bits_of_a_gpu",),
+        evidence=Evidence(subject="hopper_answers", sizes=_hopper_answers, **ON_A_CPU),
     ),
     Claim(
         name="several processes",
@@ -320,8 +364,32 @@ def _link(test: str) -> str:
     return f"[`{name}`]({path})"
 
 
+def _certificates() -> list[tuple[str, ...]]:
+    """A row for each committed certificate of a GPU.
+
+    Raises:
+        ValueError: If one of them has not proven all of its claims.
+    """
+    found = []
+    for path in sorted(path for gpu in GPUS for path in (RESULTS / gpu).glob("certificate*.json")):
+        told = json.loads(path.read_text())
+        facts, cases = told["facts"], [one for one in told["outcomes"] if not one["is_control"]]
+        if not told["proven"] or any(one["num_different"] for one in cases):
+            raise ValueError(f"{path} has not proven all; the page must not say that it has")
+        compared = (
+            f"{facts['model']}: {_total(cases, 'num_compared')} comparisons in {len(cases)} cases; "
+            f"{len(told['outcomes']) - len(cases)} controls differ"
+        )
+        link = f"[{path.parent.name}/{path.name}]({path.relative_to(RESULTS.parents[1])})"
+        found.append((
+            f"a certificate: {listed(told['claims'])}", link, compared, GPUS[path.parent.name], "",
+            f"source {facts['build: source'][:8]}", "`detjax.certify`",
+        ))  # fmt: skip
+    return found
+
+
 def section() -> list[str]:
-    """A row for each claim."""
+    """A row for each claim, and for each certificate."""
     lines = []
     for claim in CLAIMS:
         newest = claim.evidence.newest() if claim.evidence else []
@@ -329,9 +397,10 @@ def section() -> list[str]:
         if claim.evidence and newest:
             last = newest[-1]
             shown = (
-                claim.evidence.sizes(newest), last["gpu"].removeprefix("NVIDIA "), last["date"],
+                claim.evidence.sizes(newest),
+                claim.evidence.machine or last["gpu"].removeprefix("NVIDIA "), last["date"],
                 last["commit"], f"`benchmarks.{claim.evidence.command}`",
             )  # fmt: skip
         lines.append([claim.name, "<br>".join(map(_link, claim.tests)), *shown])
     header = ("claim", "tests", "compared on a GPU", "GPU", "date", "commit", "by")
-    return table(header, lines)
+    return table(header, [*lines, *_certificates()])

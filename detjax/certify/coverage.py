@@ -13,6 +13,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -78,20 +79,20 @@ REFUSED: dict[tuple[str, Backend], str] = {
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
 
-_GEMMA_REFUSED = {
-    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256",
-    ("bfloat16", Backend.REFERENCE): (
-        "the reference backend takes bfloat16 or float32 with bfloat16 weights, not bfloat16 with "
-        "float32; use portable"
-    ),
+_SM90_GEMMA_REFUSED = {
+    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
-    "gemma2": _GEMMA_REFUSED,
-    "gemma3_text": _GEMMA_REFUSED,
-    "gpt_oss": {
+    "gemma2": {
+        **_SM90_GEMMA_REFUSED,
         ("bfloat16", Backend.REFERENCE): (
-            "attention of the reference backend has no sinks; use portable"
+            "attention of the reference backend has no soft cap on scores (softcap=50.0); use "
+            "portable"
         ),
+    },
+    "gemma3_text": _SM90_GEMMA_REFUSED,
+    "gpt_oss": {
+        (dtype, Backend.REFERENCE): KERNELS[Backend.REFERENCE].withheld_sinks for dtype in DTYPES
     },
 }
 """What a backend refuses beside that in the usual sizes of a family."""

@@ -21,14 +21,14 @@ from jax.interpreters import mlir
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.reference_tables import special_function_tables
+from detjax.pallas_kernels.reference_tables import special_function_steps
 
 SOURCES = Path(__file__).parent / "reference_code"
 OPERATIONS = (
-    "add_experts", "add_leaves", "add_parts", "adjust_logits", "attention", "block_stats",
-    "expert_product", "first_maximum", "geglu", "gumbel_scores", "join", "log_probs",
-    "log_sum_exp", "nucleus_sums", "product", "quantize_rows", "rms_norm", "rope", "route",
-    "split_rows", "swiglu", "w8a8_product",
+    "add_experts", "add_leaves", "add_parts", "add_where_not_zero", "adjust_logits", "attention",
+    "block_stats", "expert_product", "first_maximum", "geglu", "gumbel_scores", "join",
+    "log_probs", "log_sum_exp", "lora_hidden", "nucleus_sums", "product", "quantize_rows",
+    "rms_norm", "rope", "route", "split_rows", "swiglu", "w8a8_product",
 )  # fmt: skip
 PREFIX = "detjax_"
 """Of the operations' names in JAX, XLA and the library."""
@@ -105,17 +105,13 @@ def library() -> ctypes.CDLL:
         OSError: If the cache cannot be used.
     """
     loaded = ctypes.CDLL(str(_compiled()))
-    # The library keeps the addresses: the arrays live as long as the process.
-    loaded.detjax_set_tables(*(table.ctypes.data_as(ctypes.c_void_p) for table in _tables()))
+    steps = special_function_steps()
+    assert all(one.dtype == np.int8 and one.flags.c_contiguous for one in steps)
+    loaded.detjax_set_tables(*(one.ctypes.data_as(ctypes.c_void_p) for one in steps))
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
         jax.ffi.register_ffi_target(f"{PREFIX}{name}", handler, platform=Backend.REFERENCE.platform)
     return loaded
-
-
-@functools.cache
-def _tables() -> tuple[np.ndarray, ...]:
-    return special_function_tables()
 
 
 @functools.cache

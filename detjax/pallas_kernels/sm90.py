@@ -60,7 +60,7 @@ attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_w8a8_experts = withheld_w8a8_scales = ""
+withheld_sinks = withheld_w8a8_experts = withheld_w8a8_scales = ""
 
 
 def why_not_here() -> str | None:

@@ -17,6 +17,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import PAGES_SPEC
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
@@ -183,10 +184,14 @@ def answers(
     batch_size: int = 1,
     prefill_chunk: int = 64,
     max_len: int = 384,
+    adapters: Sequence[Adapter] = (),
 ) -> list[Completion]:
-    """Run requests on a fresh engine."""
+    """Run requests on a fresh engine, which knows these adapters."""
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len)
-    return Engine(model, config).generate(requests)
+    engine = Engine(model, config)
+    for adapter in adapters:
+        engine.add_adapter(adapter)
+    return engine.generate(requests)
 
 
 def assert_same_completions(actual: Sequence[Completion], expected: Sequence[Completion]) -> None:

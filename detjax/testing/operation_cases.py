@@ -6,8 +6,11 @@ as every backend takes: channels of 64 and 128, widths of several forms of the r
 """
 
 import dataclasses
+import functools
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +18,16 @@ import ml_dtypes
 import numpy as np
 
 from detjax.certify.operands import PRODUCT_KINDS, draw_operands
+from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
+from detjax.models.adapters.low_rank import Adapter
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import bundled_model_path
+from detjax.models.config import ModelConfig
+from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel
+from detjax.models.quantization.quantize import RECIPES, quantize_folder
+from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -27,20 +37,38 @@ from detjax.pallas_kernels.linear import api as linear
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.lora import api as lora
 from detjax.pallas_kernels.moe import api as moe
+from detjax.pallas_kernels.moe.extras import ClampedExperts
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.sampling import api as sampling
 from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
+from detjax.testing.adapters import random_adapter
 from detjax.testing.dummies import (
     adjusted_requests,
+    answers,
     dummy_config,
     dummy_model,
     mixed_requests,
 )
+from detjax.testing.folders import write_model_folder
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
+FAMILY_FOLDERS = (
+    "exaone4",
+    "gemma3",
+    "glm4",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "phi4_longrope",
+    "seed_oss",
+    "smollm3",
+)
+"""Of tests/golden/hf: families that `sm90` computes."""
 EPS = 1e-5
 Run = Callable[[Backend], tuple]
 
@@ -146,6 +174,35 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             yield f"attention {channels} window {window} queries {query_len}", run
 
 
+def _sink_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Attention with sinks: decode steps of one to eight sequences, and a chunk."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    heads, kv_heads, channels = 16, 2, 64
+    pages, sinks = bf16(1, 64, 2, kv_heads, 128, channels), bf16(heads, scale=3.0)
+    for batch, query_len, window in (
+        (1, 1, None), (2, 1, None), (2, 1, 128), (8, 1, None), (2, 70, None), (2, 70, 128),
+    ):  # fmt: skip
+        table = jnp.asarray(rng.permutation(64)[: 8 * batch].reshape(batch, 8), jnp.int32)
+        starts = np.asarray([900, 5, 0, 127, 128, 511, 512, 640])[:batch]
+        positions = jnp.asarray(starts[:, None] + np.arange(query_len), jnp.int32)
+        angles = rng.uniform(0, 6, (batch * query_len, channels // 2))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        q = bf16(batch, query_len, heads, channels, scale=2.0)
+        qkv = bf16(batch * query_len, heads + 2 * kv_heads, channels, scale=2.0)
+
+        def run(on, q=q, qkv=qkv, cos=cos, sin=sin, table=table, positions=positions,
+                window=window):  # fmt: skip
+            place = (pages, table, positions)
+            options = {"window": window, "profile": PROFILE, "sinks": sinks, "backend": on}
+            rotated, _ = rope_attention(qkv, cos, sin, None, *place, layer=0, eps=EPS, **options)
+            return attention(q, *place, layer=0, **options), rotated
+
+        yield f"sinks batch {batch} queries {query_len} window {window}", run
+
+
 def _choice_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     m, v = 48, 4096
     logits = jnp.asarray((rng.standard_normal((m, v)) * 6).astype(np.float32))
@@ -236,6 +293,126 @@ def _expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
                 return (*shared, ids, weights, y, mine, *whole, *late)
 
             yield f"experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
+def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Experts with biases and a clamped SwiGLU, of widths that are no multiples of 128."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    width, hidden, num_experts, top_k = 576, 192, 32, 4
+    gate_up = bf16(num_experts, 2 * hidden, width, scale=4 * width**-0.5)
+    down, gain = bf16(num_experts, width, hidden, scale=hidden**-0.5), bf16(width)
+    extras = ClampedExperts(
+        gate_up_bias=bf16(num_experts, 2 * hidden), down_bias=bf16(num_experts, width),
+        clamp=SwigluClamp(alpha=1.702, limit=7.0),
+    )  # fmt: skip
+    for m in (1, 7, 40, 300):
+        x, residual = bf16(m, width), bf16(m, width, scale=4.0)
+        logits = jnp.asarray(rng.standard_normal((m, 64)).astype(np.float32) * 2)
+
+        def run(on, x=x, residual=residual, logits=logits):
+            ids, weights = moe.route(
+                logits, num_experts=num_experts, top_k=top_k, renormalise=True, backend=on
+            )
+            options = {"extras": extras, "backend": on}
+            y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, **options)
+            whole = moe.route_mlp_add_rms_norm(
+                x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True,
+                eps=EPS, **options,
+            )  # fmt: skip
+            routed = moe.route_mlp(
+                x, logits, gate_up, down, top_k=top_k, renormalise=True, **options
+            )
+            return ids, weights, y, *whole, *routed
+
+        yield f"clamped experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
+def _adapter_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Low-rank adapters of three parts and of one, few rows and many, some without an adapter."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for m, k, n, parts, rank in (
+        (1, 256, 384, 3, 16), (7, 1024, 512, 1, 32), (40, 640, 384, 3, 64),
+        (200, 2816, 1024, 1, 16),
+    ):  # fmt: skip
+        slots = 128 // rank
+        width = parts * slots * rank
+        x, a, b = bf16(m, k), bf16(width, k, scale=k**-0.5), bf16(n, width)
+        base = jnp.asarray(rng.standard_normal((m, n)).astype(np.float32)).at[:, 0].set(-0.0)
+        of_rows = np.arange(m) % (slots + 1)
+        of_rows = jnp.asarray(np.where(of_rows == slots, -1, of_rows), jnp.int32)
+        scales = jnp.asarray(rng.uniform(0.1, 3, (parts, slots)), jnp.float32)
+        reduction = tree_reduction(k, PROFILE)
+
+        def run(on, x=x, a=a, b=b, base=base, of_rows=of_rows, scales=scales,
+                reduction=reduction):  # fmt: skip
+            half = jnp.dtype(BF16)
+            sums = linear.linear_leaf_sums(x, a, reduction=reduction, backend=on)
+            h = lora.lora_hidden(sums, of_rows, scales, out_dtype=half, backend=on)
+            return (
+                h,
+                lora.lora_add(base, h, b, out_dtype=half, backend=on),
+                lora.lora_add(base, h, b, out_dtype=F32, backend=on),
+            )
+
+        yield f"adapters {m}x{k}x{n}, {parts} x {slots} of rank {rank}", run
+
+
+def _eight_bit_scale_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Scales of blocks, a bound of the peak, and a scale that the checkpoint holds."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    float8, half = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(BF16)
+    for m, k, n in ((3, 512, 256), (40, 4096, 256), (200, 1024, 512)):
+        wide = np.exp2(rng.integers(-8, 9, (m, k))).astype(BF16)
+        rows, gain, bias = bf16(m, k) * jnp.asarray(wide), bf16(k), bf16(n)
+        residual = bf16(m, n, scale=4.0)
+        values = jnp.asarray((rng.standard_normal((n, k)) * 90).clip(-448, 448).astype(float8))
+        of_rows = jnp.asarray(rng.random(n, np.float32) * 0.1)
+        kinds = {
+            "blocks": W8A8Matrix(
+                values=values, scales=jnp.asarray(rng.random((n // 128, k // 128), np.float32))
+            ),
+            "bound": W8A8Matrix(values=values, scales=of_rows, row_bound=12.5),
+            "static": W8A8Matrix(
+                values=values, scales=of_rows, row_scale=jnp.float32(rng.uniform(0.01, 0.02))
+            ),
+        }
+        for kind, w in kinds.items():
+
+            def run(on, rows=rows, gain=gain, bias=bias, residual=residual, w=w, m=m):
+                x = w8a8.quantize_rows(rows, w.row_coding, backend=on)
+                normed = w8a8.rms_norm_quantize(rows, gain, w.row_coding, eps=EPS, backend=on)
+                return (
+                    x.values, x.scales[..., :m], normed.values, normed.scales[..., :m],
+                    w8a8.w8a8_product(x, w, out_dtype=F32, backend=on),
+                    w8a8.w8a8_product(x, w, bias, residual, out_dtype=half, backend=on),
+                    w8a8.w8a8_swiglu(normed, w, out_dtype=half, backend=on),
+                )  # fmt: skip
+
+            yield f"8 bits {kind} {m}x{k}x{n}", run
+
+
+def _family_row_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Gains of float32, and the clamped SwiGLU of every finite bfloat16."""
+    for width in (64, 256, 640, 2048):
+        x = jnp.asarray((rng.standard_normal((37, width)) * 3).astype(BF16))
+        gain = jnp.asarray(rng.uniform(0.5, 2, width), jnp.float32)
+        run = lambda on, x=x, gain=gain: (rms_norm(x, gain, eps=EPS, backend=on),)  # noqa: E731
+        yield f"rms_norm {width} float32 gain", run
+    patterns = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+    finite = np.where(np.isfinite(patterns.astype(np.float32)), patterns, BF16(1))
+    up = (rng.standard_normal(1 << 16) * 8).astype(BF16)
+    gate_up = jnp.asarray(np.concatenate([finite, up])[None])
+    clamp = SwigluClamp(alpha=1.702, limit=7.0)
+    yield "clamped swiglu", lambda on: (swiglu(gate_up, clamp=clamp, backend=on),)
 
 
 def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
@@ -344,6 +521,11 @@ def operation_cases() -> dict[str, Run]:
             *_expert_cases(np.random.default_rng(5)),
             *_eight_bit_cases(np.random.default_rng(6)),
             *_float32_cases(np.random.default_rng(7)),
+            *_sink_cases(np.random.default_rng(8)),
+            *_clamped_expert_cases(np.random.default_rng(9)),
+            *_adapter_cases(np.random.default_rng(10)),
+            *_eight_bit_scale_cases(np.random.default_rng(11)),
+            *_family_row_cases(np.random.default_rng(12)),
         ]
     )
 
@@ -355,11 +537,30 @@ def _bundled(backend: Backend) -> LoadedModel:
     return model
 
 
-def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Request]]]:
-    """Return models by name, each with its requests: the bundled one, and others of random weights.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerCase:
+    """Whole answers of a model.
 
-    A model is made by calling what stands for it with a backend.
+    Attributes:
+        make: Makes the model with a backend.
+        requests: What is asked.
+        adapters: That requests name; the model has room for them.
     """
+
+    make: Callable[[Backend], LoadedModel]
+    requests: list[Request]
+    adapters: tuple[Adapter, ...] = ()
+
+    def answers(self, backend: Backend, count: int | None = None, **sizes: int) -> list[Completion]:
+        """Answers to the first `count` requests, or all, by a fresh engine of these sizes."""
+        model = self.make(backend)
+        max_len = min(384, model.config.max_position_embeddings)
+        options: dict[str, Any] = {"adapters": self.adapters, "max_len": max_len, **sizes}
+        return answers(model, self.requests[:count], **options)
+
+
+def answer_cases() -> dict[str, AnswerCase]:
+    """Return models by name, each with its requests: bundled, and of random weights."""
     small: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 384}
     configs = {
         "head 64, q/k norm": dummy_config(
@@ -378,21 +579,79 @@ def answer_cases() -> dict[str, tuple[Callable[[Backend], LoadedModel], list[Req
             vocab_size=4096,
         ),
     }  # fmt: skip
-    cases: dict[str, tuple[Callable[[Backend], LoadedModel], list[Request]]] = {
-        name: (
-            lambda backend, config=config: dummy_model(config, backend=backend),
-            mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24),
-        )
-        for name, config in configs.items()
-    }
+    cases = {name: _dummy_case(config) for name, config in configs.items()}
     float32 = dataclasses.replace(PROFILE, compute_dtype="float32")
-    cases["float32 activations"] = (
-        lambda backend: dummy_model(configs["head 64, q/k norm"], backend=backend, profile=float32),
-        mixed_requests(8, vocab_size=384, max_tokens=24),
-    )
+    cases["float32 activations"] = _dummy_case(configs["head 64, q/k norm"], float32)
     requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
     requests += adjusted_requests(vocab_size=4096, max_tokens=24)
-    return {"bundled": (_bundled, requests), **cases}
+    cases = {"bundled": AnswerCase(make=_bundled, requests=requests), **cases}
+    cases["adapters"] = _adapted_case(configs["head 128, biases, window"])
+    for scheme in ("int8-w8a8", "fp8-dynamic", "fp8-block"):
+        cases[f"w8a8 {scheme}"] = AnswerCase(
+            make=functools.partial(_eight_bit_model, scheme),
+            requests=mixed_requests(8, vocab_size=256, max_tokens=24),
+        )
+    return cases
+
+
+def family_cases(folder: Path) -> dict[str, AnswerCase]:
+    """Return a model of each family that differs from Llama in more than sizes, by name.
+
+    Args:
+        folder: Has `<family>/config.json`, of which features are taken; sizes are the usual ones.
+    """
+    cases = {}
+    for name in FAMILY_FOLDERS:
+        config = dataclasses.replace(
+            load_config(folder / name), head_dim=64, eos_token_ids=(), hidden_size=512,
+            intermediate_size=1024, num_heads=8, num_kv_heads=4, vocab_size=384,
+        )  # fmt: skip
+        cases[f"family {name}"] = _dummy_case(config)
+    return cases
+
+
+def _dummy_case(config: ModelConfig, profile: NumericsProfile = PROFILE) -> AnswerCase:
+    return AnswerCase(
+        make=lambda backend: dummy_model(config, backend=backend, profile=profile),
+        requests=mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24),
+    )
+
+
+def _adapted_case(config: ModelConfig) -> AnswerCase:
+    """Adapters of ranks below, at and above one block of 16; every fourth request has none."""
+    adapters = tuple(
+        random_adapter(config, seed=i, rank=rank) for i, rank in enumerate((3, 16, 24))
+    )
+    plain = mixed_requests(8, vocab_size=config.vocab_size, max_tokens=24)
+    names = [*(adapter.sha256 for adapter in adapters), ""]
+    return AnswerCase(
+        make=lambda backend: open_adapters(
+            dummy_model(config, backend=backend), AdapterSizes(max_loras=4, max_lora_rank=32)
+        ),
+        requests=[
+            dataclasses.replace(one, adapter=names[i % len(names)]) for i, one in enumerate(plain)
+        ],
+        adapters=adapters,
+    )
+
+
+def _eight_bit_model(scheme: str, backend: Backend) -> LoadedModel:
+    """A model whose weights and activations have 8 bits, read from a folder that is made here."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        plain = write_model_folder(Path(folder) / "plain", config, scale=0.06)
+        made = Path(folder) / "quantised"
+        quantize_folder(plain, made, RECIPES[scheme], progress=ignore_progress)
+        model, _ = load_on_devices(
+            made, profile=PROFILE, backend=backend.value, dp=1, tp=1, quantized_weights="w8a8"
+        )
+    return model
 
 
 def as_bits(array) -> np.ndarray:

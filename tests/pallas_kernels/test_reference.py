@@ -2,6 +2,8 @@
 """The reference kernels: the C++ against the definition in NumPy, and the claims of the backend."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,30 @@ import pytest
 
 from detjax.certify.operands import PRODUCT_KINDS, draw_operands
 from detjax.models.abstract import why_unsupported
-from detjax.numerics import NumericsProfile
+from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import w8a8
-from detjax.pallas_kernels.linear.api import linear, linear_swiglu
+from detjax.pallas_kernels.linear.api import linear, linear_leaf_sums, linear_swiglu
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe import api as moe
-from detjax.pallas_kernels.reference_tables import FIRST, special_function_tables
+from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, dummy_config, dummy_model, mixed_requests
 from detjax.testing.operation_cases import (
     answer_cases,
     digest_of,
+    family_cases,
     operation_cases,
 )
 
@@ -144,7 +151,7 @@ def test_geglu_is_within_float32_of_float64():
 
 @pytest.mark.parametrize("function", ["ex2", "rcp", "rsqrt"])
 def test_tables_are_within_two_ulp(function):
-    bits = dict(zip(FIRST, special_function_tables(), strict=True))[function]
+    bits = dict(zip(FUNCTIONS, special_function_tables(), strict=True))[function]
     significand = 1 + np.arange(1 << 23) / (1 << 23)
     exact = {
         "ex2": lambda: np.exp2(significand - 1),
@@ -236,6 +243,128 @@ def test_rows_are_quantised_as_by_the_portable_kernels(dtype):
     assert_bitwise_equal(found.scales, expected.scales, claim="the same scales")
 
 
+CODINGS = {
+    "groups": RowCoding(dtype=jnp.dtype(E4M3), group_len=128),
+    "bound": RowCoding(dtype=jnp.dtype(E4M3), bound=1.5),
+    "static": RowCoding(dtype=jnp.dtype(jnp.int8), scale=jnp.float32(0.013)),
+}
+
+
+@pytest.mark.parametrize("kind", CODINGS)
+def test_rows_of_other_scales_are_quantised_as_by_the_portable_kernels(kind):
+    rng = np.random.default_rng(8)
+    x = (rng.standard_normal((21, 512)) * 2.0 ** rng.integers(-9, 9, (21, 1))).astype(BF16)
+    x[3] = 0
+    found, expected = (
+        w8a8.quantize_rows(jnp.asarray(x), CODINGS[kind], backend=on)
+        for on in (Backend.REFERENCE, Backend.PORTABLE)
+    )
+    assert_bitwise_equal(found.values, expected.values, claim=f"{kind}: the same 8-bit values")
+    assert_bitwise_equal(found.scales, expected.scales, claim=f"{kind}: the same scales")
+    own = w8a8.quantize_rows(jnp.asarray(x), RowCoding(dtype=CODINGS[kind].dtype), **ON)
+    assert count_different_bits(found.values, own.values) > 100  # control: scales of whole rows
+
+
+def test_products_of_blocks_are_added_by_fused_products_of_scales():
+    """A chunk has 14 bits and a scale 24, so a long double holds their product and most sums."""
+    rng = np.random.default_rng(9)
+    x, w = draw_float8(9, 384), draw_float8(32, 384)
+    x_scales = rng.random((3, 9), np.float32)
+    w_scales = rng.random((2, 3), np.float32)
+    found = w8a8.w8a8_product(
+        QuantizedRows(values=jnp.asarray(x), scales=jnp.asarray(x_scales)),
+        W8A8Matrix(values=jnp.asarray(w), scales=jnp.asarray(w_scales)),
+        out_dtype=F32, **ON,
+    )  # fmt: skip
+    total, rounded_twice = np.zeros((9, 32), np.float32), np.zeros((9, 32), np.float32)
+    for g in range(3):
+        columns = slice(128 * g, 128 * (g + 1))
+        chunk = tensor_core.float8_product(x[:, columns], w[:, columns])
+        scale = x_scales[g][:, None] * np.repeat(w_scales[:, g], 16)
+        total = (np.longdouble(chunk) * scale + total).astype(np.float32)
+        rounded_twice = chunk * scale + rounded_twice
+    assert_bitwise_equal(found, total, claim="groups left to right, one rounding each")
+    assert count_different_bits(found, rounded_twice) > 10  # control: without fma
+
+
+# ---------------------------------------------------------------------------------------- adapters
+
+
+def test_adapters_have_the_bits_of_the_definition():
+    """Rows of two adapters and of none; columns of other adapters are zeros that change no bit."""
+    rng = np.random.default_rng(10)
+    x, a = (rng.standard_normal(shape).astype(BF16) for shape in ((6, 256), (128, 256)))
+    b, scales = rng.standard_normal((48, 128)).astype(BF16), np.float32([[0.3, 1.7]])
+    base = rng.standard_normal((6, 48)).astype(np.float32)
+    base[:, 0] = -0.0
+    slots = np.asarray([0, 1, -1, 1, 0, -1], np.int32)
+    sums = linear_leaf_sums(
+        jnp.asarray(x), jnp.asarray(a), reduction=tree_reduction(256, NumericsProfile()), **ON
+    )
+    h = lora_hidden(sums, jnp.asarray(slots), jnp.asarray(scales), out_dtype=jnp.dtype(BF16), **ON)
+    out = lora_add(jnp.asarray(base), h, jnp.asarray(b), out_dtype=F32, **ON)
+    leaves = [tensor_core.product(x[:, i : i + 32], a[:, i : i + 32]) for i in range(0, 256, 32)]
+    tree = pairwise(leaves, lambda a, b: a + b)
+    for slot in (0, 1):
+        own = slice(64 * slot, 64 * (slot + 1))
+        rows = slots == slot
+        hidden = (tree[rows, own] * scales[0, slot]).astype(BF16)
+        assert_bitwise_equal(h[rows, own], hidden, claim="the scale before the rounding")
+        alone = base[rows] + tensor_core.product(hidden, b[:, own])
+        assert_bitwise_equal(out[rows], alone, claim="an adapter among others")
+        late = base[rows] + tensor_core.product(tree[rows, own].astype(BF16), b[:, own])
+        assert count_different_bits(out[rows], late) > 10  # control: another place of the scale
+    assert_bitwise_equal(out[slots < 0], base[slots < 0], claim="none: -0 stays")
+
+
+# ------------------------------------------------------------------------------- sinks and clamps
+
+
+def test_a_sink_takes_part_in_the_softmax_and_has_no_value():
+    rng = np.random.default_rng(11)
+    q = rng.standard_normal((1, 2, 4, 64)).astype(BF16)
+    kv = rng.standard_normal((2, 150, 64)).astype(BF16)
+    pages = np.zeros((1, 2, 2, 1, 128, 64), BF16)
+    pages[0, 1, :, 0], pages[0, 0, :, 0, :22] = kv[:, :128], kv[:, 128:]
+    sinks = np.asarray([-2, 0.5, 3, 6], BF16)
+    place = map(jnp.asarray, (q, pages, np.int32([[1, 0]]), np.int32([[140, 149]])))
+    options: dict[str, Any] = {"layer": 0, "window": None, "profile": NumericsProfile(), **ON}
+    place = tuple(place)
+    found = np.asarray(attention(*place, sinks=jnp.asarray(sinks), **options), np.float64)
+    keys, values = kv.astype(np.float64)
+    for t, h in np.ndindex(2, 4):
+        seen = (140, 149)[t] + 1
+        scores = keys[:seen] @ q[0, t, h].astype(np.float64) / 8
+        weights = np.exp(scores - scores.max())
+        exact = (
+            weights
+            @ values[:seen]
+            / (weights.sum() + np.exp(sinks[h].astype(np.float64) - scores.max()))
+        )
+        # The weights and the output are rounded to bfloat16.
+        assert np.abs(found[0, t, h] - exact).max() < 2.0**-7 * max(1, np.abs(exact).max())
+    without = np.asarray(attention(*place, **options), np.float64)
+    assert np.abs(without[0, :, 3] - found[0, :, 3]).max() > 0.1
+
+
+def test_a_clamped_swiglu_is_within_float32_of_float64():
+    rng = np.random.default_rng(12)
+    gate, up = (rng.standard_normal((2, 3, 256)) * 5).astype(np.float32)
+    gate[0, 0], up[0, 1] = np.nan, np.nan
+    clamp = SwigluClamp(alpha=1.702, limit=7.0)
+    found = np.asarray(
+        swiglu(jnp.asarray(np.concatenate([gate, up], axis=1)), clamp=clamp, **ON), np.float64
+    )
+    g, u = np.minimum(gate, 7).astype(np.float64), np.clip(up, -7, 7).astype(np.float64)
+    exact = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    rest = ~np.isnan(exact)
+    assert np.isnan(found[~rest]).all() and (~rest).sum() == 2
+    # Four units in the last place of 56: two of the quotient, and one each of sum and product.
+    assert np.abs(found - exact)[rest].max() < 2.0**-16
+    plain = np.asarray(swiglu(jnp.asarray(np.concatenate([gate, up], axis=1)), **ON))
+    assert np.abs(plain - exact)[rest].max() > 1
+
+
 @pytest.fixture(scope="module")
 def mixture():
     """Rows, logits and the weights of 24 experts, of which a row has 4."""
@@ -270,6 +399,18 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
         hidden = linear_swiglu(x[m : m + 1], gate_up[ids[m, r]], **ON)
         alone = linear(hidden, down[ids[m, r]], out_dtype=jnp.dtype(BF16), **ON)
         assert_bitwise_equal(y[m, r], alone[0], claim=f"row {m} of rank {r} as if alone")
+    extras = ClampedExperts(
+        gate_up_bias=gate_up[:, :, 0], down_bias=down[:, :, 0],
+        clamp=SwigluClamp(alpha=1.702, limit=7.0),
+    )  # fmt: skip
+    biased = moe.expert_mlp(x, ids[:2], gate_up, down, first_expert=0, extras=extras, **ON)
+    bf16 = jnp.dtype(BF16)
+    for m, r in np.ndindex(ids[:2].shape):
+        e = ids[m, r]
+        hidden = linear(x[m : m + 1], gate_up[e], gate_up[e, :, 0], out_dtype=bf16, **ON)
+        hidden = swiglu(hidden, clamp=extras.clamp, **ON)
+        alone = linear(hidden, down[e], down[e, :, 0], out_dtype=bf16, **ON)
+        assert_bitwise_equal(biased[m, r], alone[0], claim="with biases and a clamp as if alone")
     part = np.asarray(
         moe.expert_mlp(x, ids, gate_up[8:16], down[8:16], first_expert=8, num_ranks=3, **ON)
     )
@@ -353,11 +494,12 @@ def test_answers_of_float32_depend_neither_on_batch_nor_on_mesh(options):
     assert digests(**options) == digests(batch_size=1, prefill_chunk=256)
 
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "hopper_bits.json").read_text())
+GOLDEN_FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((GOLDEN_FOLDER / "hopper_bits.json").read_text())
 QUICK = [
     "product wide 64x256x64", "layer 3x256x768", "rms_norm 576", "choose_token", "noise",
     "experts 7x256x128, 4 of 24", "8 bits int8 3x512x256", "8 bits float8_e4m3fn 3x512x256",
-    "geglu bfloat16",
+    "geglu bfloat16", "adapters 7x1024x512, 1 x 4 of rank 32",
 ]  # fmt: skip
 
 
@@ -376,6 +518,12 @@ ANSWERED = quick_and_slow(
         ("head 128, biases, window", 8),
         ("experts", 8),
         ("float32 activations", 8),
+        ("adapters", 8),
+        ("w8a8 int8-w8a8", 8),
+        ("w8a8 fp8-dynamic", 8),
+        ("w8a8 fp8-block", 8),
+        ("family seed_oss", 8),
+        ("family smollm3", 8),
     ],
 )
 
@@ -384,8 +532,8 @@ ANSWERED = quick_and_slow(
 @pytest.mark.parametrize(("name", "count"), ANSWERED)
 def test_whole_answers_have_the_bits_of_a_gpu(name, count):
     """Greedy and sampled, with filters and penalties, in another batch than on the GPU."""
-    make, requests = answer_cases()[name]
-    got = answers(make(Backend.REFERENCE), requests[:count], batch_size=2, prefill_chunk=128)
+    cases = answer_cases() | family_cases(GOLDEN_FOLDER / "hf")
+    got = cases[name].answers(Backend.REFERENCE, count, batch_size=2, prefill_chunk=128)
     expected = [GOLDEN["answers"][f"{name} {i}"] for i in range(count)]
     assert [answer.digest()[:16] for answer in got] == expected
 
@@ -457,6 +605,33 @@ def test_models_that_it_does_not_compute_are_refused_by_name():
     narrow = dummy_config(experts=(4, 2), expert_width=40)
     said = why_unsupported(narrow, NumericsProfile(), Backend.REFERENCE, 1)
     assert said and "widths of a multiple of 16" in said
+
+
+PROBE = Path(__file__).parent / "reference_probe.cc"
+COMPILED = {
+    "c++": (["c++", "-march=native"], []),
+    "c++ without AVX": (["c++"], []),
+    "clang": (["clang++-16", "-march=native"], []),
+    "AArch64, emulated": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64-static"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_headers_have_one_meaning_for_every_compiler_and_processor(name, tmp_path):
+    """Vectors of 4, 8 and 16 against the definition on integers; one hash of all results."""
+    compiler, emulator = COMPILED[name]
+    if missing := [tool for tool in (compiler[0], *emulator) if not shutil.which(tool)]:
+        pytest.skip(f"{missing} is not installed")
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi"]
+    options += ["-I", str(reference_library.SOURCES), str(PROBE), "-o", str(tmp_path / "probe")]
+    subprocess.run([*compiler, *options], check=True)
+    said = subprocess.run(
+        [*emulator, str(tmp_path / "probe")], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert said == [
+        *["products", "9a18e186ab315005"] * 3, "functions", "6d17bef9e9689b4c", "different", "0"
+    ]  # fmt: skip
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

@@ -19,10 +19,12 @@ def attention(
 
     Raises:
         NotImplementedError: For other dtypes than bfloat16 or float32 of all, channels that are no
-            multiple of 16, another block than 128, a soft cap, or sinks.
+            multiple of 16, another block than 128, a soft cap, or sinks of float32 activations.
     """
-    if sinks is not None:
-        raise NotImplementedError("attention of the reference backend has no sinks; use portable")
+    if sinks is not None and q.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            "attention of the reference backend has sinks in bfloat16 alone, as sm90; use portable"
+        )
     if softcap is not None:
         raise NotImplementedError(
             f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
@@ -40,9 +42,10 @@ def attention(
             f"{profile.attention_block=} of {BLOCK}; use portable"
         )
     layer_operand = jnp.asarray(layer, jnp.int32).reshape(1)
+    of_heads = jnp.zeros((0,)) if sinks is None else sinks
     return call(
         "attention", jax.ShapeDtypeStruct(q.shape, q.dtype),
-        q, pages, page_table, positions, layer_operand,
+        q, pages, page_table, positions, layer_operand, of_heads.astype(jnp.float32),
         window=window or 0, blocks_per_split=profile.attention_split // BLOCK,
         scale=np.float32(score_scale(channels)),
     )  # fmt: skip

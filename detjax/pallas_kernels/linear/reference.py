@@ -111,22 +111,23 @@ def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     """See `w8a8.quantize_rows`.
 
     Raises:
-        NotImplementedError: If rows are not bfloat16, or their scales are not their own peaks'.
+        NotImplementedError: If rows are not bfloat16.
     """
-    if coding.group_len or coding.bound or coding.scale is not None:
-        raise NotImplementedError(
-            "the reference backend quantises a whole row by its own peak, not by groups, with a "
-            "bound or with the checkpoint's scale; use portable"
-        )
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"the reference backend quantises bfloat16, not {x.dtype}; use portable"
         )
+    num_rows, width = x.shape
+    groups = (width // coding.group_len,) if coding.group_len else ()
     out = [
         jax.ShapeDtypeStruct(x.shape, coding.dtype),
-        jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
+        jax.ShapeDtypeStruct((*groups, num_rows), jnp.float32),
     ]
-    values, scales = call("quantize_rows", out, x, largest=np.float32(LARGEST[coding.dtype.name]))
+    given = jnp.zeros((0,)) if coding.scale is None else coding.scale.reshape(1)
+    values, scales = call(
+        "quantize_rows", out, x, given, largest=np.float32(LARGEST[coding.dtype.name]),
+        bound=np.float32(coding.bound), group_len=coding.group_len,
+    )  # fmt: skip
     return QuantizedRows(values=values, scales=scales)
 
 
@@ -141,12 +142,8 @@ def w8a8_product(
     """See `w8a8.w8a8_product`.
 
     Raises:
-        NotImplementedError: If K of float8 is no multiple of 128, or weights have scales of blocks.
+        NotImplementedError: If K of float8 is no multiple of 128.
     """
-    if w.group_len:
-        raise NotImplementedError(
-            "the reference backend has no 8-bit weights with scales of blocks; use portable or sm90"
-        )
     if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
         raise NotImplementedError(
             f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "

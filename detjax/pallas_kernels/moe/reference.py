@@ -30,14 +30,9 @@ def expert_mlp(
     """See `api.expert_mlp`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16,
-            or if experts have biases and a clamp.
+        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16.
     """
     del num_ranks  # changes no bit
-    if extras is not None:
-        raise NotImplementedError(
-            "experts of the reference backend have no biases and no clamp; use portable"
-        )
     if is_quantized(w_gate_up) or is_quantized(w_down):
         raise NotImplementedError(
             "experts of the reference backend have no 8-bit weights; use portable or sm90"
@@ -55,11 +50,14 @@ def expert_mlp(
         )
     ids = (expert_ids - first_expert).reshape(-1).astype(jnp.int32)
 
-    def multiply(rows, w):
+    def multiply(rows, w, bias):
         out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.bfloat16)
-        return call("expert_product", out, rows, ids, w)
+        bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
+        return call("expert_product", out, rows, ids, w, bias)
 
-    y = multiply(swiglu(multiply(x, w_gate_up)), w_down)
+    clamp = None if extras is None else extras.clamp
+    hidden = multiply(x, w_gate_up, None if extras is None else extras.gate_up_bias)
+    y = multiply(swiglu(hidden, clamp=clamp), w_down, None if extras is None else extras.down_bias)
     return y.reshape(*expert_ids.shape, x.shape[1])
 
 

@@ -52,20 +52,23 @@ struct ExactFloats {
   ~ExactFloats() { fesetenv(&saved); }
 };
 
-// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
-// depends on which thread runs a job.
-template <class Job>
-void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
+// A function of an index, as an address that does not depend on its type: one loop is compiled.
+struct AnyJob {
+  const void* job;
+  void (*call)(const void* job, int64_t i);
+};
+
+void run_jobs(ffi::ThreadPool& pool, int64_t count, AnyJob job) {
   struct State {
     std::atomic<int64_t> next{0}, done{0};
     std::mutex mutex;
     std::condition_variable all_done;
   };
   auto state = std::make_shared<State>();
-  auto work = [state, count, &job] {  // `job` is read only while it is still there
+  auto work = [state, count, job] {  // `job` is called only while it is still there
     ExactFloats exact;
     for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      job(i);
+      job.call(job.job, i);
       if (state->done.fetch_add(1) + 1 == count) {
         std::lock_guard<std::mutex> lock(state->mutex);
         state->all_done.notify_all();
@@ -77,6 +80,14 @@ void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
   work();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_done.wait(lock, [&] { return state->done.load() == count; });
+}
+
+// Run `job(i)` for i < count on the caller's thread and those of XLA that are free. No result
+// depends on which thread runs a job.
+template <class Job>
+void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
+  run_jobs(pool, count,
+           {&job, [](const void* it, int64_t i) { (*static_cast<const Job*>(it))(i); }});
 }
 
 // Pairs, pairs of pairs, ...; an odd one out waits for the next round.

@@ -32,23 +32,36 @@ inline int8_t round_int8(float x) {
   return int8_t(std::nearbyint(std::min(std::max(x, -128.0f), 127.0f)));
 }
 
-// Rows [M, K] of bfloat16 as 8-bit values and scales [M].
-ffi::Error quantize_rows(ffi::ThreadPool pool, In x, Out values, Out scales, float largest) {
-  const int64_t width = dim(x, 1);
+// Rows [M, K] of bfloat16 as 8-bit values and scales: [M], or [G, M] of groups of channels. A peak
+// counts as `bound` at most; 0 is no bound. `given` is the scale of all rows, or has no elements.
+ffi::Error quantize_rows(ffi::ThreadPool pool, In x, In given, Out values, Out scales,
+                         float largest, float bound, int64_t group_len) {
+  const int64_t m_len = dim(x, 0), width = dim(x, 1), size = group_len ? group_len : width;
   const bool is_int = values->element_type() == ffi::DataType::S8;
-  parallel(pool, dim(x, 0), [&](int64_t m) {
-    const uint16_t* row = data<uint16_t>(x) + m * width;
-    float peak = 0.0f;
-    for (int64_t k = 0; k < width; ++k) peak = max_nan(peak, std::fabs(widen(row[k])));
-    const float quotient = largest / peak;
-    const float inverse = std::isinf(quotient) ? 0.0f : quotient;  // zero times infinity is NaN
-    data<float>(scales)[m] = peak / largest;
-    for (int64_t k = 0; k < width; ++k) {
-      float scaled = widen(row[k]) * inverse;
-      if (is_int)
-        data<int8_t>(values)[m * width + k] = round_int8(scaled);
-      else
-        data<uint8_t>(values)[m * width + k] = round_float8(scaled);
+  const bool has_scale = given.element_count();
+  parallel(pool, m_len, [&](int64_t m) {
+    for (int64_t g = 0; g < width / size; ++g) {
+      const int64_t first = m * width + g * size;
+      const uint16_t* row = data<uint16_t>(x) + first;
+      float scale, inverse;
+      if (has_scale) {
+        scale = data<float>(given)[0], inverse = 1.0f / scale;
+      } else {
+        float peak = 0.0f;
+        for (int64_t k = 0; k < size; ++k) peak = max_nan(peak, std::fabs(widen(row[k])));
+        if (bound > 0.0f) peak = min_nan(peak, bound);
+        const float quotient = largest / peak;
+        scale = peak / largest;
+        inverse = std::isinf(quotient) ? 0.0f : quotient;  // zero times infinity is NaN
+      }
+      data<float>(scales)[g * m_len + m] = scale;
+      for (int64_t k = 0; k < size; ++k) {
+        float scaled = widen(row[k]) * inverse;
+        if (is_int)
+          data<int8_t>(values)[first + k] = round_int8(scaled);
+        else
+          data<uint8_t>(values)[first + k] = round_float8(scaled);
+      }
     }
   });
   return ffi::Error::Success();
@@ -101,26 +114,39 @@ inline float float8_step(float total, const int32_t* x, const int32_t* x_exponen
   return sum < 0 ? -result : result;
 }
 
-// ((c_0 + c_1) + c_2) + ..., c_i the sum of a chunk's steps.
-inline float float8_sum(const Float8Rows& x, int64_t m, const Float8Rows& w, int64_t n) {
-  if (x.has_nan[m] || w.has_nan[n]) return float_of(0x7fffffffu);
-  float total = 0.0f;
-  for (int64_t k = 0; k < x.k_len; k += kChunk8) {
-    float chunk = 0.0f;
-    for (int64_t s = k; s < k + kChunk8; s += kStep8) {
-      int64_t at = m * x.k_len + s, own = n * w.k_len + s;
-      chunk = float8_step(chunk, &x.significands[at], &x.exponents[at], &w.significands[own],
-                          &w.exponents[own]);
-    }
-    total = total + chunk;
+// The sum of a chunk of 128 channels, from zero.
+inline float float8_chunk(const Float8Rows& x, int64_t m, const Float8Rows& w, int64_t n, int64_t k) {
+  float chunk = 0.0f;
+  for (int64_t s = k; s < k + kChunk8; s += kStep8) {
+    int64_t at = m * x.k_len + s, own = n * w.k_len + s;
+    chunk = float8_step(chunk, &x.significands[at], &x.exponents[at], &w.significands[own],
+                        &w.exponents[own]);
   }
+  return chunk;
+}
+
+// ((c_0 + c_1) + c_2) + ..., c_i the sum of a chunk.
+inline float float8_sum(const Float8Rows& x, int64_t m, const Float8Rows& w, int64_t n) {
+  float total = 0.0f;
+  for (int64_t k = 0; k < x.k_len; k += kChunk8) total = total + float8_chunk(x, m, w, n, k);
   return total;
 }
 
-// out[m, n] = (sum_k(x[m, k] w[n, k]) * w_scales[n]) * x_scales[m], float32.
+// total = fma(c_g, x_scales[g] * w_scales[g], total) from 0; `stride` is between scales of x.
+inline float float8_scaled_sum(const Float8Rows& x, int64_t m, const Float8Rows& w, int64_t n,
+                               const float* x_scales, int64_t stride, const float* w_scales) {
+  float total = 0.0f;
+  for (int64_t g = 0; g < x.k_len / kChunk8; ++g)
+    total = fma(float8_chunk(x, m, w, n, g * kChunk8), x_scales[g * stride] * w_scales[g], total);
+  return total;
+}
+
+// out[m, n] = (sum_k(x[m, k] w[n, k]) * w_scales[n]) * x_scales[m], float32. With x_scales [G, M] and
+// w_scales [N / R, G] those of groups of channels are inside of the sum.
 ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scales, Out out) {
   const int64_t m_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 0), piece = 16;
   const bool is_int = x.element_type() == ffi::DataType::S8;
+  const bool has_groups = x_scales.dimensions().size() == 2;
   Float8Rows rows(is_int ? 0 : m_len, k_len);
   if (!is_int)
     parallel(pool, m_len, [&](int64_t m) { rows.set(m, data<uint8_t>(x) + m * k_len); });
@@ -128,6 +154,9 @@ ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scal
     Float8Rows weights(is_int ? 0 : 1, k_len);
     for (int64_t n = part * piece; n < std::min(n_len, (part + 1) * piece); ++n) {
       if (!is_int) weights.has_nan[0] = 0, weights.set(0, data<uint8_t>(w) + n * k_len);
+      const float* of_n =
+          data<float>(w_scales) +
+          (has_groups ? n / (n_len / dim(w_scales, 0)) * (k_len / kChunk8) : n);
       for (int64_t m = 0; m < m_len; ++m) {
         float total;
         if (is_int) {
@@ -135,11 +164,15 @@ ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scal
           int32_t sum = 0;
           for (int64_t k = 0; k < k_len; ++k) sum += int16_t(a[k]) * int16_t(b[k]);
           total = float(sum);
+        } else if (rows.has_nan[m] || weights.has_nan[0]) {
+          total = float_of(0x7fffffffu);
+        } else if (has_groups) {
+          total = float8_scaled_sum(rows, m, weights, 0, data<float>(x_scales) + m, m_len, of_n);
         } else {
           total = float8_sum(rows, m, weights, 0);
         }
         data<float>(out)[m * n_len + n] =
-            (total * data<float>(w_scales)[n]) * data<float>(x_scales)[m];
+            has_groups ? total : (total * of_n[0]) * data<float>(x_scales)[m];
       }
     }
   });

@@ -52,11 +52,12 @@ struct ExpertSlots {
   std::vector<int32_t> slots, rows;
 };
 
-// out[s] = round(x[s / (S / R)] w[ids[s]]), x [R, K], w [E, N, K], ids [S], all bfloat16. Zeros where
-// there is no such expert.
-ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, Out out) {
+// out[s] = round(x[s / (S / R)] w[ids[s]] + bias[ids[s]]), x [R, K], w [E, N, K], ids [S], bias [E, N]
+// or of no elements, all bfloat16. Zeros where there is no such expert.
+ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, In bias, Out out) {
   const int64_t r_len = dim(x, 0), k_len = dim(x, 1), s_len = dim(ids, 0), n_len = dim(w, 1);
   const int width = processor.lanes;
+  const bool has_bias = bias.element_count();
   std::vector<ExpertSlots> groups;
   std::vector<int64_t> group_of(dim(w, 0), -1);
   for (int64_t s = 0; s < s_len; ++s) {
@@ -83,8 +84,11 @@ ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, Out out) {
     processor.run({&rows, 0, int(count), weights, 0, int(k_len), 0, totals.data(),
                    group.rows.data()});
     for (int64_t i = 0; i < count; ++i)
-      for (int o = 0; o < outputs; ++o)
-        data<uint16_t>(out)[group.slots[i] * n_len + n + o] = round_bf16(totals[i * width + o]);
+      for (int o = 0; o < outputs; ++o) {
+        float total = totals[i * width + o];
+        if (has_bias) total = total + read(bias, group.expert * n_len + n + o);
+        data<uint16_t>(out)[group.slots[i] * n_len + n + o] = round_bf16(total);
+      }
   });
   return ffi::Error::Success();
 }

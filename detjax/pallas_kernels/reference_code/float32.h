@@ -42,6 +42,12 @@ DETJAX_INLINE float max_nan(float a, float b) {
   return a > b ? a : b;
 }
 
+// min.NaN.f32
+DETJAX_INLINE float min_nan(float a, float b) {
+  if (a != a || b != b) return float_of(0x7fffffffu);
+  return a < b ? a : b;
+}
+
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr uint32_t kOctave = 1u << 23;
 

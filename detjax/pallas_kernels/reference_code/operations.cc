@@ -72,6 +72,33 @@ ffi::Error add_leaves(ffi::ThreadPool pool, In leaves, Out out) {
   return ffi::Error::Success();
 }
 
+// -------------------------------------------------------------------------------------- adapters
+
+// h[m, x] = round(sums[m, x] * scales[x]) in columns of the row's own adapter, else 0.
+ffi::Error lora_hidden(ffi::ThreadPool pool, In sums, In slots, In scales, In columns, Out out) {
+  const int64_t width = dim(sums, 1);
+  parallel(pool, dim(sums, 0), [&](int64_t m) {
+    for (int64_t x = 0; x < width; ++x) {
+      bool is_own = data<int32_t>(columns)[x] == data<int32_t>(slots)[m];
+      float h = data<float>(sums)[m * width + x] * data<float>(scales)[x];
+      write(out, m * width + x, is_own ? h : 0.0f);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// out = round(base + added), and round(base) where nothing is added, so that -0 stays.
+ffi::Error add_where_not_zero(ffi::ThreadPool pool, In base, In added, Out out) {
+  const int64_t width = dim(base, 1);
+  parallel(pool, dim(base, 0), [&](int64_t m) {
+    for (int64_t i = m * width; i < (m + 1) * width; ++i) {
+      float own = data<float>(base)[i], more = data<float>(added)[i];
+      write(out, i, more == 0.0f ? own : own + more);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // ----------------------------------------------------------------------------------- elementwise
 
 // The sum of squares of a row, in the order of `rms_norm.sm90.row_sum`.
@@ -137,14 +164,20 @@ ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
   return ffi::Error::Success();
 }
 
-// out[m, f] = round(g / (1 + exp(-g)) * u), gates and ups [M, 2 F].
-ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out) {
+// out[m, f] = round(g / (1 + exp(-(alpha * g))) * (u + shift)), gates and ups [M, 2 F], gates at most
+// `limit` and ups between its negative and it. Without a clamp alpha is 1, shift 0, limit infinite.
+ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out, float alpha, float limit, float shift) {
   const int64_t width = dim(gate_up, 1) / 2;
+  const bool is_clamped = limit < kInfinity;
   parallel(pool, dim(gate_up, 0), [&](int64_t m) {
     for (int64_t f = 0; f < width; ++f) {
       int64_t at = m * 2 * width + f;
-      float g = read(gate_up, at), u = read(gate_up, at + width);
-      write(out, m * width + f, div_full(g, exp(-g) + 1.0f) * u);
+      float g = read(gate_up, at), u = read(gate_up, at + width), exponent = g;
+      if (is_clamped) {
+        g = min_nan(g, limit), u = min_nan(max_nan(u, -limit), limit) + shift;
+        exponent = g * alpha;
+      }
+      write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
     }
   });
   return ffi::Error::Success();
@@ -169,12 +202,14 @@ ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float 
 constexpr int kBlock = 128;          // keys of an online-softmax step, and of a page
 constexpr float kEmptyMax = -1e30f;  // the running maximum before any key
 constexpr int kRowsAtOnce = 64;
+constexpr float kLog2E = 1.44269504088896341f;
 
 // `T` is the type of queries and cache: bits of bfloat16, or float.
 template <class T>
 struct Attention {
   const T *q, *pages;
   const int32_t *table, *positions;
+  const float* sinks;  // of query heads; null if there are none
   T* out;
   int64_t query_len, heads, channels, kv_heads, num_pages, table_len, layer;
   int64_t window, blocks_per_split;  // a window of 0 sees all
@@ -438,6 +473,15 @@ struct AttentionRows {
     }
   }
 
+  // Fold the sink of a row into the state: a split of that score alone, without a value.
+  void merge_sink(int64_t r, Softmax& state) {
+    const float sink = it.sinks[kv_head * it.group() + (first_row + r) % it.group()];
+    const float score = sink * kLog2E, now = max_nan(state.maximum[r], score);
+    const float a = ex2(state.maximum[r] - now);
+    state.sum[r] = fma(state.sum[r], a, ex2(score - now));
+    for (int64_t i = r * it.channels; i < (r + 1) * it.channels; ++i) state.out[i] *= a;
+  }
+
   void run() {
     Softmax state(count, it.channels);
     int64_t from = std::numeric_limits<int64_t>::max();
@@ -453,6 +497,7 @@ struct AttentionRows {
       merge(split, state);
     }
     for (int64_t r = 0; r < count; ++r) {
+      if (it.sinks) merge_sink(r, state);
       float inverse = 1.0f / state.sum[r];
       for (int64_t c = 0; c < it.channels; ++c) {
         float out = state.out[r * it.channels + c] * inverse;
@@ -465,10 +510,10 @@ struct AttentionRows {
 
 // q [B, T, H, C], pages [L, N, 2, K, P, C], table [B, n], positions [B, T], layer [1].
 template <class T, class Products>
-void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, In& layer, Out& out,
-            int64_t window, int64_t blocks_per_split, float scale) {
+void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, In& layer, In& sinks,
+            Out& out, int64_t window, int64_t blocks_per_split, float scale) {
   Attention<T> it{data<T>(q), data<T>(pages), data<int32_t>(table), data<int32_t>(positions),
-                  data<T>(out), dim(q, 1), dim(q, 2), dim(q, 3), dim(pages, 3), dim(pages, 1),
+                  sinks.element_count() ? data<float>(sinks) : nullptr, data<T>(out), dim(q, 1), dim(q, 2), dim(q, 3), dim(pages, 3), dim(pages, 1),
                   dim(table, 1), data<int32_t>(layer)[0], window, blocks_per_split, scale};
   const int64_t rows = it.query_len * it.group();
   const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
@@ -480,10 +525,10 @@ void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, I
   });
 }
 
-ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer, Out out,
-                     int64_t window, int64_t blocks_per_split, float scale) {
+ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer,
+                     In sinks, Out out, int64_t window, int64_t blocks_per_split, float scale) {
   auto run = is_bf16(q) ? attend<uint16_t, Products> : attend<float, PartProducts>;
-  run(pool, q, pages, table, positions, layer, out, window, blocks_per_split, scale);
+  run(pool, q, pages, table, positions, layer, sinks, out, window, blocks_per_split, scale);
   return ffi::Error::Success();
 }
 
@@ -657,14 +702,18 @@ ffi::Error adjust_logits(ffi::ThreadPool pool, In logits, In bias, In uses, In a
 #define DETJAX_EXPORT(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, name, binding)
 
 DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<int64_t>("leaf_len"));
-DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(route, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
               .Attr<int64_t>("num_experts").Attr<bool>("renormalise"));
 DETJAX_EXPORT(add_experts, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
-DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
-              .Attr<float>("largest"));
+DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
+              .Ret<ffi::AnyBuffer>().Attr<float>("largest").Attr<float>("bound")
+              .Attr<int64_t>("group_len"));
 DETJAX_EXPORT(w8a8_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(lora_hidden, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(add_where_not_zero, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(split_rows, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(add_parts, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(join, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
@@ -675,8 +724,9 @@ DETJAX_EXPORT(rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().At
 DETJAX_EXPORT(rope, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(geglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("linear")
               .Attr<float>("cubic"));
-DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>());
-DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("alpha")
+              .Attr<float>("limit").Attr<float>("shift"));
+DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")
               .Attr<float>("scale"));
 DETJAX_EXPORT(block_stats, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
@@ -695,9 +745,16 @@ DETJAX_EXPORT(adjust_logits, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
 
 extern "C" {
 
-// Tables of float32 bits: [2^23], [2^23] and [2^24] entries, which the caller keeps.
-void detjax_set_tables(const uint32_t* ex2, const uint32_t* rcp, const uint32_t* rsqrt) {
-  detjax::tables = {ex2, rcp, rsqrt};
+// Fill the tables, [2^23], [2^23] and [2^24] entries from 1.0 on, by the steps between neighbours.
+void detjax_set_tables(const int8_t* ex2, const int8_t* rcp, const int8_t* rsqrt) {
+  static std::vector<uint32_t> held[3];
+  const int8_t* steps[] = {ex2, rcp, rsqrt};
+  for (int i = 0; i < 3; ++i) {
+    held[i].resize((i == 2 ? 2 : 1) * detjax::kOctave);
+    uint32_t entry = 0x3f800000u;
+    for (size_t j = 0; j < held[i].size(); ++j) held[i][j] = entry += uint32_t(int32_t(steps[i][j]));
+  }
+  detjax::tables = {held[0].data(), held[1].data(), held[2].data()};
 }
 
 // Use vectors of at most so many float32, for tests; returns how many are used.

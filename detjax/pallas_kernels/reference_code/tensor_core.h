@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -110,7 +111,7 @@ struct Rows {
 // Where weights of W outputs lie: outputs by rows of K (a layer's), or K by rows of outputs (values).
 struct Weights {
   const uint16_t* data;
-  ptrdiff_t stride;  // between rows
+  std::ptrdiff_t stride;  // between rows
   int outputs;       // that there are, of W
   bool outputs_in_rows;
 };
