@@ -27,7 +27,6 @@ this probability. All rows of a batch answer one prompt greedily. Exits with 3 i
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import statistics
 import sys
@@ -274,41 +273,43 @@ def sources_of(subject: Subject, mode: str) -> list[Source]:
 
 def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
     """Time every source on the same requests; False if a bit differs where none may."""
+    heats = args.temperature or [None]
+    asked = {heat: requests_of(subject, args, args.requests or batch, heat) for heat in heats}
+    engine = make_engine(subject, args, batch, "none", None)
+    plain = {heat: timed(engine, some, args.rounds) for heat, some in asked.items()}
+    del engine
+    common = {"subject": "speculation", "batch": batch, "is_adaptive": args.adaptive}
+    for heat, (answers, rate) in plain.items():
+        rows.keep(
+            source="none", draft="", is_control=False, mode="invariant", temperature=heat, drafts=0,
+            tokens_per_s=rate, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
+            different=0, answers=len(answers), tokens=sum(len(a.token_ids) for a in answers),
+            **common,
+        )  # fmt: skip
     results = []
-    for temperature in args.temperature or [None]:
-        asked = requests_of(subject, args, args.requests or batch, temperature)
-        keep = functools.partial(
-            rows.keep, subject="speculation", batch=batch, temperature=temperature,
-            is_adaptive=args.adaptive, answers=len(asked),
-        )  # fmt: skip
-        engine = make_engine(subject, args, batch, "none", None)
-        expected, base = timed(engine, asked, args.rounds)
-        keep(
-            source="none", draft="", is_control=False, mode="invariant", drafts=0,
-            tokens_per_s=base, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
-            different=0, tokens=sum(len(done.token_ids) for done in expected),
-        )  # fmt: skip
-        del engine
-        for mode in args.mode:
-            sources = [(*source, False) for source in sources_of(subject, mode)]
-            sources += [(*sources[-1][:3], True)] * args.control
-            for method, name, draft, is_unseen in sources:
-                with committing_unseen() if is_unseen else contextlib.nullcontext():
-                    engine = make_engine(subject, args, batch, method, draft, mode=mode)
-                    answers, rate = timed(engine, asked, args.rounds)
+    for mode in args.mode:
+        sources = [(*source, False) for source in sources_of(subject, mode)]
+        sources += [(*sources[-1][:3], True)] * args.control
+        for method, name, draft, is_unseen in sources:
+            with committing_unseen() if is_unseen else contextlib.nullcontext():
+                engine = make_engine(subject, args, batch, method, draft, mode=mode)
+                engine.compile(requests=[request for some in asked.values() for request in some])
+            for heat, (expected, base) in plain.items():
+                before = engine.stats().drafts.get(method, DraftCounts())
+                answers, rate = timed(engine, asked[heat], args.rounds)
                 pairs = list(zip(answers, expected, strict=True))
                 different = sum(one.digest() != other.digest() for one, other in pairs)
-                counts = engine.stats().drafts.get(method, DraftCounts())
-                keep(
-                    source=method, draft=name, is_control=is_unseen,
-                    mode=mode, drafts=args.drafts, tokens_per_s=rate, ratio_to_none=rate / base,
+                counts = engine.stats().drafts.get(method, DraftCounts()).since(before)
+                rows.keep(
+                    source=method, draft=name, is_control=is_unseen, mode=mode, temperature=heat,
+                    drafts=args.drafts, tokens_per_s=rate, ratio_to_none=rate / max(base, 1e-9),
                     acceptance=counts.acceptance, tokens_per_window=counts.tokens_per_window,
-                    different=different,
+                    different=different, answers=len(answers),
                     different_tokens=sum(one.token_ids != other.token_ids for one, other in pairs),
-                    tokens=sum(len(done.token_ids) for done in answers),
+                    tokens=sum(len(a.token_ids) for a in answers), **common,
                 )  # fmt: skip
                 results.append((different > 0) is is_unseen)
-                del engine
+            del engine
     return all(results)
 
 

@@ -397,9 +397,8 @@ def make_update(
     return optimiser, step, measure
 
 
-def rate_of(args: argparse.Namespace, step: int, seconds: float) -> np.float32:
-    """The rate of learning: up in some steps, then down along a cosine to the end of either."""
-    progress = min(1.0, max(step / args.steps, seconds / args.seconds))
+def rate_of(args: argparse.Namespace, step: int, progress: float) -> np.float32:
+    """The rate of learning: up in some steps, then down along a cosine."""
     warmth = min(1.0, step / min(100, args.steps // 10 + 1))
     return np.float32(args.learning_rate * warmth * (0.51 + 0.49 * np.cos(np.pi * progress)))
 
@@ -421,20 +420,23 @@ def train(
     optimiser, update, measure = make_update(model, eagle, ids, args)
     tensors = first_tensors(model, eagle, ids, args.seed)
     state = optimiser.init(tensors)
-    begin_s = time.perf_counter()
+    begin_s, seconds = time.perf_counter(), args.seconds
     columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[told]}")
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
         task = bar.add_task("training", total=args.steps, told="")
         for step, (tokens, labels) in enumerate(batches(texts, ids, eagle, args), start=1):
             features, last = states_of(tokens)
             given = {"features": features, "last": last, "tokens": tokens, "labels": labels}
-            given["rate"] = rate_of(args, step, time.perf_counter() - begin_s if step > 1 else 0.0)
+            spent_s = time.perf_counter() - begin_s if step > 1 else 0.0
+            progress = min(1.0, max(step / args.steps, spent_s / seconds))
+            given["rate"] = rate_of(args, step, progress)
             tensors, state, loss, rights = update(tensors, state, given)
             if step == 1:
                 jax.block_until_ready(loss)
                 note(f"the first step took {time.perf_counter() - begin_s:.0f} s, to be compiled")
                 begin_s = time.perf_counter()
-            is_over = step == args.steps or time.perf_counter() - begin_s > args.seconds
+                seconds = max(1.0, min(seconds, args.end_by - (begin_s - _BEGIN_S)))
+            is_over = progress == 1.0
             if step % 20 and not is_over:
                 continue
             shares = " ".join(f"{float(share):.2f}" for share in rights)
@@ -475,15 +477,10 @@ def evaluate(
             begin_s = time.perf_counter()
             made = engine.generate(some)
             rate = sum(len(done.token_ids) for done in made) / (time.perf_counter() - begin_s)
-            counts = _counts_since(before, engine.stats().drafts.get(EAGLE3, DraftCounts()))
+            counts = engine.stats().drafts.get(EAGLE3, DraftCounts()).since(before)
             found.setdefault(name, []).append((rate, counts, made))
         del engine
     return all([_told(name, runs, args) for name, runs in found.items()])
-
-
-def _counts_since(before: DraftCounts, now: DraftCounts) -> DraftCounts:
-    names = [field.name for field in dataclasses.fields(DraftCounts)]
-    return DraftCounts(**{name: getattr(now, name) - getattr(before, name) for name in names})
 
 
 def _told(
@@ -522,6 +519,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="of training, at most; behind the first step"
+    )
+    parser.add_argument(
+        "--end-by",
+        type=float,
+        default=float("inf"),
+        help="end training so many seconds behind the start of this program",
     )
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)

@@ -293,7 +293,7 @@ def of_first_rank(results: Int32[Array, "B T 2"]) -> Int32[Array, "B T 2"]:
     return lax.all_gather(results, TP_AXIS)[0] if lax.axis_size(TP_AXIS) > 1 else results
 
 
-def _with_drafts(window: Int32[Array, "S W"], slot, drafts: Int32[Array, "B D"], count):
+def _with_drafts(window: Int32[Array, "X Y"], slot, drafts: Int32[Array, "B T"], count):
     """The windows of slots, with drafts behind their first tokens."""
     offset = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None, :]
     # WHY: no such place for a row that has its drafts.
