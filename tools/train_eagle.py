@@ -446,6 +446,8 @@ def train(
                 note(f"{step} steps in {time.perf_counter() - begin_s:.0f} s, {told}")
             if is_over:
                 break
+    if not held_out:
+        return tensors
     shares = []
     for tokens, labels in itertools.islice(batches(held_out, ids, eagle, args), 4):
         features, last = states_of(tokens)
