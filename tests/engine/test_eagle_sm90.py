@@ -61,6 +61,7 @@ def mostly_right(token_ids, positions):
 
 def drafted(tp: int, *, count: int = 4, **changes) -> tuple[list[Completion], Engine]:
     """Answers to the request, so many times at once."""
+    plain()  # not while a program is traced, which asks for its tokens
     made = Engine(
         model(tp), EngineConfig(**SIZES | DRAFTS | changes),
         draft_model=dummy_head(model(tp), HEAD), candidates=mostly_right,
