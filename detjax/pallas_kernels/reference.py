@@ -59,6 +59,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ()
 withheld_sinks = ""  # tracing them says it
+withheld_head_ranks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
 withheld_w8a8_scales = (
     "the reference backend quantises a whole row by its own peak, not by groups, with a bound or "

@@ -28,6 +28,7 @@ from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.mesh import TP_AXIS
 
@@ -256,10 +257,13 @@ def place_eagle_head(
         folder: Where the head was read.
 
     Raises:
-        ValueError: If the model has no such layers to read, its kernels refuse the head's layer, or
-            the ranks cannot share the channels of its embedding.
+        ValueError: If the model has no such layers to read, its kernels refuse the head's layer or
+            its ranks, or the ranks cannot share the channels of its embedding.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
+    withheld = KERNELS[model.backend].withheld_head_ranks
+    if tp > 1 and withheld:
+        raise ValueError(f"an EAGLE-3 head with {tp=}: {withheld}")
     if eagle.layer.hidden_size % tp:
         raise ValueError(
             f"hidden_size={eagle.layer.hidden_size} of the head must be a multiple of {tp=}: ranks "
