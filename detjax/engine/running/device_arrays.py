@@ -116,7 +116,7 @@ def of_slots(state, slot):
     return state.at[slot].get(mode="fill", fill_value=0)
 
 
-def window_place(shape: tuple[int, int], slot, offset) -> Int32[Array, "*X"]:
+def window_place(shape: tuple[int, int], slot, offset) -> Int32[Array, "..."]:
     """Where [slot, offset] is in a flat window, and past its end where there is no such place.
 
     # WHY: XLA checks two indices in a launch of its own, and one where it is used.
