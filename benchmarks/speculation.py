@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second without drafts and with each source of drafts, and whether a bit differs.
+r"""Tokens a second without drafts and with each source of drafts, and whether a bit differs.
 
 python -m benchmarks.speculation --out speculation.jsonl
 python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --shapes tiny --backend portable --layers 1 --tokens 16
 python -m benchmarks.speculation --replay 0.74 --drafts 4
+python -m benchmarks.speculation --replay 0.74 --drafts 4 --model FOLDER --quantized w8a8
+python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt \
+    --mode invariant dvr --temperature 0 0.8 --batch 32 --requests 256 --control
 
 Without `--model` the weights are random, and no layer of the model but the first `--layers` adds to
 the residual stream. The draft model is these layers, so it agrees with the model as a good draft
 model would, at the cost of a small one. `--noise` makes it worse: it is added to the draft model's
 last matrix, in units of the matrix's own deviation. Each batch and source answers the same
-requests, greedy and sampled.
+requests, greedy and sampled. In `dvr` fast steps of the model itself draft as well.
+
+`--control` also lets the last source of a mode commit its drafts unseen, as an engine does that
+accepts by the logits of the drafts. Its answers must differ.
 
 `--replay` times an EAGLE-3 head of these shapes, with a draft vocabulary of 32000. Its weights are
 zeros, and each draft is replaced by the token of the answer, or by another one: it is right with
@@ -19,12 +25,13 @@ this probability. All rows of a batch answer one prompt greedily. Exits with 3 i
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +39,20 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 
 from benchmarks.common import Rows, environment
-from benchmarks.step import MODELS
+from benchmarks.step import MODELS as SHAPES
 
 # isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.engine.config import DRAFT_MODEL, EAGLE3, EngineConfig
+from detjax.engine.config import DRAFT_MODEL, EAGLE3, MODES, OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
+from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import programs as programs_module
 from detjax.engine.running.programs import Candidates, keep_candidates
 from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
@@ -92,7 +101,7 @@ def first_layers(model: LoadedModel, count: int, noise: float) -> LoadedModel:
 
 def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
     """A model of random weights whose later layers add nothing, and its first layers."""
-    config = dataclasses.replace(MODELS[args.shapes], max_position_embeddings=args.max_len)
+    config = dataclasses.replace(SHAPES[args.shapes], max_position_embeddings=args.max_len)
     model = random_model(
         config, seed=0, profile=NumericsProfile(),
         mesh=make_mesh(1, 1, platform=backend.platform), backend=backend,
@@ -105,18 +114,28 @@ def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
     }
     if args.replay is not None:
         drafts = {"replayed": replaying_head(model)}
+    return Subject(model=model, drafts=drafts, prompts=random_prompts(args, config.vocab_size))
+
+
+def random_prompts(args: argparse.Namespace, vocab_size: int) -> list[tuple[int, ...]]:
+    """As many as are asked at most."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, config.vocab_size, (max(args.batch), args.prompt))
-    prompts = [tuple(ids) for ids in prompts.tolist()]
-    return Subject(model=model, drafts=drafts, prompts=prompts)
+    drawn = rng.integers(0, vocab_size, (max(args.requests, *args.batch), args.prompt))
+    return [tuple(ids) for ids in drawn.tolist()]
 
 
 def loaded_subject(args: argparse.Namespace) -> Subject:
     """A model, its draft model and its head from folders, and texts."""
     folder = find_model(args.model)
     model, _ = load_on_devices(
-        folder, profile=NumericsProfile(), backend=args.backend, dp=1, tp=1, max_len=args.max_len
-    )
+        folder, profile=NumericsProfile(), backend=args.backend, dp=1, tp=1, max_len=args.max_len,
+        quantized_weights=args.quantized,
+    )  # fmt: skip
+    if args.replay is not None:
+        return Subject(
+            model=model, drafts={"replayed": replaying_head(model)},
+            prompts=random_prompts(args, model.config.vocab_size),
+        )  # fmt: skip
     tokenizer = Tokenizer.from_folder(folder)
     drafts: dict[str, AnyDraftModel] = {}
     if args.draft is not None:
@@ -124,7 +143,7 @@ def loaded_subject(args: argparse.Namespace) -> Subject:
     if args.head is not None:
         drafts[args.head] = load_eagle_head(args.head, model=model)
     texts = [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
-    texts = [texts[i % len(texts)] for i in range(max(args.batch))]
+    texts = [texts[i % len(texts)] for i in range(max(args.requests, *args.batch))]
     prompts = [tuple(tokenizer.encode(text)) for text in texts]
     if args.chat:
         turns = ([{"role": "user", "content": text}] for text in texts)
@@ -132,16 +151,19 @@ def loaded_subject(args: argparse.Namespace) -> Subject:
     return Subject(model=model, drafts=drafts, prompts=prompts)
 
 
-def requests_of(subject: Subject, args: argparse.Namespace, batch: int) -> list[Request]:
-    """As many requests, every other one sampled."""
+def requests_of(
+    subject: Subject, args: argparse.Namespace, count: int, temperature: float | None
+) -> list[Request]:
+    """As many requests at a temperature; None: every other one is greedy, and the rest at 1."""
+
+    def sampling(i: int) -> SamplingParams:
+        heat = float(i % 2) if temperature is None else temperature
+        seed = i if heat else None
+        return SamplingParams(max_tokens=args.tokens, temperature=heat, seed=seed)
+
     return [
-        Request(
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(
-                max_tokens=args.tokens, temperature=float(i % 2), seed=i if i % 2 else None
-            ),
-        )
-        for i, prompt in enumerate(subject.prompts[:batch])
+        Request(prompt_token_ids=prompt, sampling=sampling(i))
+        for i, prompt in enumerate(subject.prompts[:count])
     ]
 
 
@@ -152,11 +174,17 @@ def make_engine(
     method: str,
     draft: AnyDraftModel | None,
     candidates: Candidates = keep_candidates,
+    mode: str = "invariant",
 ) -> Engine:
     """An engine whose drafts come from one source, or that makes none."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"mode": mode}
     drafters = HOST_DRAFTERS
-    if method != "none":
+    if method in OWN_DRAFT_WEIGHTS:
+        options |= {
+            "draft_weights": method, "verify_window": args.drafts + 1, "verify_rows": batch,
+            "max_draft_fraction": 1.0,
+        }  # fmt: skip
+    elif method != "none":
         speculative = SpeculativeConfig(
             method=method,
             model="given" if draft is not None else "",
@@ -164,7 +192,8 @@ def make_engine(
             disable_by_batch_size=batch,
             is_adaptive=args.adaptive,
         )
-        options, drafters = speculative.engine_options(), speculative.drafters()
+        options |= speculative.engine_options()
+        drafters = speculative.drafters()
     config = EngineConfig(
         batch_size=batch, prefill_chunk=min(512, args.max_len), max_len=args.max_len,
         self_check="off", **options,
@@ -228,37 +257,85 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
     return is_right
 
 
-def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
-    """Time every source on the same requests; False if a bit differs."""
-    sources: list[tuple[str, str, AnyDraftModel | None]] = [
-        (name, "", None) for name in ("none", "ngram", "suffix")
-    ]
-    sources += [
+type Source = tuple[str, str, AnyDraftModel | None]
+"""How drafts are made: a method, the name of its model or head, and that itself."""
+
+
+def sources_of(subject: Subject, mode: str) -> list[Source]:
+    """What drafts in a mode."""
+    own = ("ngram", "suffix") if mode == "invariant" else OWN_DRAFT_WEIGHTS
+    sources: list[Source] = [(name, "", None) for name in own]
+    return sources + [
         (EAGLE3 if isinstance(draft, EagleHead) else DRAFT_MODEL, name, draft)
         for name, draft in subject.drafts.items()
     ]
-    asked, expected, base, is_right = requests_of(subject, args, batch), None, 0.0, True
-    for method, name, draft in sources:
-        engine = make_engine(subject, args, batch, method, draft)
-        engine.compile(requests=asked)
-        answers = engine.generate(asked)  # also warms up
-        digests = [done.digest() for done in answers]
-        expected = digests if expected is None else expected
-        rates = [rate_of(engine, asked) for _ in range(args.rounds)]
-        rate = statistics.median(rates)
-        base = rate if method == "none" else base
-        different = sum(one != other for one, other in zip(digests, expected, strict=True))
-        counts = engine.stats().drafts.get(method, DraftCounts())
+
+
+def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) -> bool:
+    """Time every source on the same requests; False if a bit differs where none may."""
+    heats = args.temperature or [None]
+    asked = {heat: requests_of(subject, args, args.requests or batch, heat) for heat in heats}
+    engine = make_engine(subject, args, batch, "none", None)
+    plain = {heat: timed(engine, some, args.rounds) for heat, some in asked.items()}
+    del engine
+    common = {"subject": "speculation", "batch": batch, "is_adaptive": args.adaptive}
+    for heat, (answers, rate) in plain.items():
         rows.keep(
-            subject="speculation", source=method, draft=name, batch=batch,
-            drafts=0 if method == "none" else args.drafts, is_adaptive=args.adaptive,
-            tokens_per_s=rate,
-            ratio_to_none=rate / base, acceptance=counts.acceptance,
-            tokens_per_window=counts.tokens_per_window, different=different, answers=len(asked),
+            source="none", draft="", is_control=False, mode="invariant", temperature=heat, drafts=0,
+            tokens_per_s=rate, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
+            different=0, answers=len(answers), tokens=sum(len(a.token_ids) for a in answers),
+            **common,
         )  # fmt: skip
-        is_right &= different == 0
-        del engine
-    return is_right
+    results = []
+    for mode in args.mode:
+        sources = [(*source, False) for source in sources_of(subject, mode)]
+        sources += [(*sources[-1][:3], True)] * args.control
+        for method, name, draft, is_unseen in sources:
+            with committing_unseen() if is_unseen else contextlib.nullcontext():
+                engine = make_engine(subject, args, batch, method, draft, mode=mode)
+                engine.compile(requests=[request for some in asked.values() for request in some])
+            for heat, (expected, base) in plain.items():
+                before = engine.stats().drafts.get(method, DraftCounts())
+                answers, rate = timed(engine, asked[heat], args.rounds)
+                pairs = list(zip(answers, expected, strict=True))
+                different = sum(one.digest() != other.digest() for one, other in pairs)
+                counts = engine.stats().drafts.get(method, DraftCounts()).since(before)
+                rows.keep(
+                    source=method, draft=name, is_control=is_unseen, mode=mode, temperature=heat,
+                    drafts=args.drafts, tokens_per_s=rate, ratio_to_none=rate / max(base, 1e-9),
+                    acceptance=counts.acceptance, tokens_per_window=counts.tokens_per_window,
+                    different=different, answers=len(answers),
+                    different_tokens=sum(one.token_ids != other.token_ids for one, other in pairs),
+                    tokens=sum(len(a.token_ids) for a in answers), **common,
+                )  # fmt: skip
+                results.append((different > 0) is is_unseen)
+            del engine
+    return all(results)
+
+
+@contextlib.contextmanager
+def committing_unseen() -> Iterator[None]:
+    """Programs that are traced in here believe the drafts of a window."""
+    checked = programs_module.commit_window
+
+    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
+        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
+        return checked(slots, slot, start, drafts, num_drafts, believed)
+
+    programs_module.commit_window = commit_drafts
+    try:
+        yield
+    finally:
+        programs_module.commit_window = checked
+
+
+def timed(engine: Engine, asked: Sequence[Request], rounds: int) -> tuple[list[Completion], float]:
+    """The answers, and the median rate of some rounds more."""
+    engine.compile(requests=asked)
+    answers = engine.generate(asked)  # also warms up
+    if not rounds:
+        return answers, 0.0
+    return answers, statistics.median(rate_of(engine, asked) for _ in range(rounds))
 
 
 def rate_of(engine: Engine, asked: Sequence[Request]) -> float:
@@ -279,7 +356,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head", help="with --model: an EAGLE-3 head")
     parser.add_argument("--prompts-file", type=Path, help="with --model: a text a line")
     parser.add_argument("--chat", action="store_true", help="each text is a turn of a user")
-    parser.add_argument("--shapes", choices=MODELS, default="llama3_8b")
+    parser.add_argument("--shapes", choices=SHAPES, default="llama3_8b")
     parser.add_argument(
         "--layers", type=int, default=2, help="of the draft model of random weights"
     )
@@ -293,6 +370,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--requests", type=int, default=0, help="answers of each source; 0: as many as run at once"
+    )
+    parser.add_argument("--mode", nargs="+", choices=MODES[:2], default=["invariant"])
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", help="without it every other answer is sampled"
+    )
+    parser.add_argument("--control", action="store_true", help="and a source that must fail")
+    parser.add_argument("--quantized", default="auto", help="with --model: quantized_weights")
     parser.add_argument("--out", help="write JSON rows here")
     return parser
 
@@ -301,12 +387,12 @@ def main() -> None:
     """Measure; exit 3 if a bit differs from that of no drafts."""
     parser = make_parser()
     args = parser.parse_args()
-    if args.replay is not None and args.model is not None:
-        parser.error("--replay is of random weights; leave --model out")
-    if args.model is not None and not ((args.draft or args.head) and args.prompts_file):
-        parser.error("--model needs --prompts-file, and --draft or --head")
+    has_drafts = args.replay is not None or (args.draft or args.head) and args.prompts_file
+    if args.model is not None and not has_drafts:
+        parser.error("--model needs --replay, or --prompts-file and --draft or --head")
     backend = Backend(args.backend)
     what = args.model or f"{args.shapes}, {args.layers} layers that add"
+    what += f", {args.quantized}" * (args.quantized != "auto")
     rows = Rows(environment(backend) | {"model": what, "backend": args.backend}, args.out)
     subject = loaded_subject(args) if args.model is not None else random_subject(args, backend)
     measured = measure if args.replay is None else measure_replay

@@ -56,3 +56,23 @@ def test_a_head_is_timed_with_an_acceptance_that_is_given(monkeypatch, tmp_path)
     assert code == 0
     assert [row["source"] for row in rows] == ["none", "eagle3"]
     assert rows[-1]["acceptance"] == 1 and rows[-1]["different"] == 0
+
+
+@pytest.mark.slow
+def test_every_mode_is_compared_and_its_control_differs(monkeypatch, tmp_path):
+    code, rows = measured(
+        monkeypatch, tmp_path, "--mode", "invariant", "dvr", "--temperature", "0.8", "--noise", "1",
+        "--control", "--requests", "3",
+    )  # fmt: skip
+    assert code == 0
+    found = [(row["mode"], row["source"], row["is_control"]) for row in rows]
+    own = ("full", "int8", "float8_e4m3fn")
+    assert found == [
+        ("invariant", "none", False),
+        *[("invariant", name, False) for name in ("ngram", "suffix", "draft_model")],
+        ("invariant", "draft_model", True),
+        *[("dvr", name, False) for name in (*own, "draft_model")],
+        ("dvr", "draft_model", True),
+    ]
+    assert all(row["answers"] == 3 and row["temperature"] == 0.8 for row in rows)
+    assert all((row["different"] > 0) is row["is_control"] for row in rows)

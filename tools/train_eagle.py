@@ -7,23 +7,26 @@ r"""Train an EAGLE-3 head for a model on the model's own greedy text.
 
 The model answers prompts greedily: lines of a file, or texts that it samples itself at
 temperature 1 (of a chat model, questions behind the opening of a user's turn; Xu et al. 2024,
-arXiv:2406.08464). The head learns the tokens of these answers over several steps of its own
-(training-time test, Li et al. 2025, arXiv:2503.01840). Its last matrix begins as rows of the
-model's. Some prompts are held out. At the end the engine drafts for them with the head
-that was written, and prints the acceptance and whether a bit differs. `--out` has SGLang's form,
-which `--speculative-config` reads.
+arXiv:2406.08464). The head learns the model's distributions over the tokens of these answers, in
+several steps of its own (training-time test, Li et al. 2025, arXiv:2503.01840). Its last matrix
+begins as rows of the model's. Some prompts are held out. At the end the engine drafts for them with
+the head that was written, and prints the acceptance and whether a bit differs; before that for as
+many prompts of the training, which tells a head that has learned little from one that has learned
+by heart. `--out` has SGLang's form, which `--speculative-config` reads.
 
 This is a trainer, not the canonical path: its arithmetic makes no claim. Needs one device.
 """
 
 import argparse
 import dataclasses
+import functools
 import gc
+import itertools
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +39,13 @@ import rich.progress
 
 from detjax.engine.config import EAGLE3
 from detjax.engine.engine import Engine
+from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, default_feature_layers, layer_like
-from detjax.models.eagle.features import text_features
+from detjax.models.eagle.features import text_states
 from detjax.models.eagle.head import joined_params, load_eagle_head, tensor_shapes
 from detjax.models.eagle.save import save_eagle_head
 from detjax.models.hub import find_model
@@ -75,7 +79,9 @@ def note(text: str) -> None:
 
 def make_engine(model: LoadedModel, args: argparse.Namespace) -> Engine:
     """An engine that answers many prompts at once."""
-    sizes = sizes_of(model, args, 256 if model.backend.platform == "gpu" else 8)
+    is_gpu = model.backend.platform == "gpu"
+    sizes = sizes_of(model, args, args.answer_batch or (512 if is_gpu else 8))
+    sizes["decode_steps"] = args.answer_steps or (4 if is_gpu else 1)
     return Engine(model, choose_sizes(model, sizes, gpu_memory_utilization=0.6))
 
 
@@ -121,9 +127,11 @@ def own_prompts(
     ]
     made = engine.generate(asked)
     if not args.chat:
-        return [(*opening, *done.token_ids) for done in made]
-    texts = [tokenizer.decode(done.token_ids).strip() for done in made]
-    return [chat_prompt(tokenizer, text) for text in texts if text]
+        prompts = [(*opening, *done.token_ids) for done in made]
+    else:
+        texts = [tokenizer.decode(done.token_ids).strip() for done in made]
+        prompts = [chat_prompt(tokenizer, text) for text in texts if text]
+    return list(dict.fromkeys(prompts))  # none that is held out is learned
 
 
 def answer_requests(prompts: Sequence[tuple[int, ...]], length: int) -> list[Request]:
@@ -167,8 +175,11 @@ def new_head(model: LoadedModel, args: argparse.Namespace) -> EagleConfig:
     config = model.config
     num_drafted = min(args.draft_vocab_size or config.vocab_size, config.vocab_size)
     layers = tuple(args.layers) if args.layers else _layers_of(config.num_layers)
+    layer = layer_like(config)
+    if args.intermediate_size:
+        layer = dataclasses.replace(layer, intermediate_size=args.intermediate_size)
     return EagleConfig(
-        layer=layer_like(config),
+        layer=layer,
         feature_layers=layers,
         target_hidden_size=config.hidden_size,
         draft_vocab_size=num_drafted,
@@ -211,14 +222,18 @@ def first_tensors(model: LoadedModel, eagle: EagleConfig, ids: np.ndarray, seed:
 
 
 def _norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+    """Normalise in float32."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * gain.astype(jnp.float32)).astype(x.dtype)
 
 
 def _turned(x: jax.Array, tables: tuple[jax.Array, jax.Array], shift: int) -> jax.Array:
     """Rotate [B, T, H, C], whose first token is at position `shift`."""
     cos, sin = (table[shift : shift + x.shape[1], None] for table in tables)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
 def _attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array]) -> jax.Array:
@@ -227,20 +242,21 @@ def _attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array]) -> 
     A query of step i at place t sees all entries of step 0 up to t, and those of the steps behind
     it at place t alone.
     """
-    length, scale = q.shape[1], q.shape[-1] ** -0.5
+    length, scale, dtype = q.shape[1], q.shape[-1] ** -0.5, q.dtype
     group = q.shape[2] // keys[0].shape[2]
     keys, values = ([jnp.repeat(x, group, axis=2) for x in xs] for xs in (keys, values))
-    of_text = jnp.einsum("bthc,bshc->bhts", q, keys[0]) * scale
+    wide = {"preferred_element_type": jnp.float32}
+    of_text = jnp.einsum("bthc,bshc->bhts", q, keys[0], **wide) * scale
     of_text = jnp.where(jnp.tri(length, dtype=bool), of_text, -1e30)
-    own = [jnp.einsum("bthc,bthc->bht", q, key)[..., None] * scale for key in keys[1:]]
-    weights = jax.nn.softmax(jnp.concatenate([of_text, *own], axis=-1), axis=-1)
+    own = [jnp.einsum("bthc,bthc->bht", q, key, **wide)[..., None] * scale for key in keys[1:]]
+    weights = jax.nn.softmax(jnp.concatenate([of_text, *own], axis=-1), axis=-1).astype(dtype)
     out = jnp.einsum("bhts,bshc->bthc", weights[..., :length], values[0])
     for i, value in enumerate(values[1:]):
         out = out + jnp.moveaxis(weights[..., length + i], 1, 2)[..., None] * value
     return out
 
 
-def head_losses(
+def head_logits(
     eagle: EagleConfig,
     num_steps: int,
     tensors: Tensors,
@@ -248,26 +264,24 @@ def head_losses(
     tables: tuple[jax.Array, jax.Array],
     features: jax.Array,
     ids: jax.Array,
-    labels: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of each of the head's own steps, and the share of right drafts, [steps] each.
+) -> Iterator[jax.Array]:
+    """Give the logits of each of the head's own steps, [B, T, X]; place t of step i drafts t+2+i.
 
     Args:
         eagle: What the head is.
         num_steps: Drafts behind one place of the text.
-        tensors: Of the head, float32.
+        tensors: Of the head, all of the dtype that it computes in.
         embed: Of the model, [V, D].
         tables: Cosines and sines by position.
         features: [B, S, X].
         ids: [B, S].
-        labels: Row of `lm_head` of each token, [B, S]; -1 where it does not count.
     """
     params, eps = joined_params(tensors), eagle.layer.rms_norm_eps
-    length = ids.shape[1] - num_steps - 1
-    hidden = features[:, :length].astype(jnp.float32) @ params["fc"].T
-    keys, values, losses, rights = [], [], [], []
+    dtype, length = params["fc"].dtype, ids.shape[1] - num_steps - 1
+    hidden = features[:, :length].astype(dtype) @ params["fc"].T
+    keys, values = [], []
     for step in range(num_steps):
-        embedded = embed[ids[:, step + 1 : step + 1 + length]].astype(jnp.float32)
+        embedded = embed[ids[:, step + 1 : step + 1 + length]].astype(dtype)
         normed = _norm(hidden, params["hidden_norm"], eps)
         rows = jnp.concatenate([_norm(embedded, params["attn_norm"], eps), normed], axis=-1)
         heads = (rows @ params["qkv"].T).reshape(*rows.shape[:2], -1, eagle.layer.head_dim)
@@ -279,10 +293,34 @@ def head_losses(
         residual = hidden + out.reshape(*rows.shape[:2], -1) @ params["o"].T
         gate, up = jnp.split(_norm(residual, params["mlp_norm"], eps) @ params["gate_up"].T, 2, -1)
         hidden = residual + (jax.nn.silu(gate) * up) @ params["down"].T
-        logits = _norm(hidden, params["final_norm"], eps) @ params["lm_head"].T
-        wanted = labels[:, step + 2 : step + 2 + length]
+        yield _norm(hidden, params["final_norm"], eps) @ params["lm_head"].T
+
+
+def head_losses(
+    logits_of_steps: Iterator[jax.Array], labels: jax.Array, wanted_logits: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of each of the head's own steps, and the share of right drafts, [steps] each.
+
+    Args:
+        logits_of_steps: As `head_logits` gives them.
+        labels: Row of `lm_head` of each token, [B, S]; -1 where it does not count.
+        wanted_logits: The model's, [B, S, X]: the head learns their distribution. None: it learns
+            the tokens.
+    """
+    losses, rights = [], []
+    for step, logits in enumerate(logits_of_steps):
+        logits = logits.astype(jnp.float32)
+        there = slice(step + 2, step + 2 + logits.shape[1])
+        wanted = labels[:, there]
         counts = wanted >= 0
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(wanted, 0))
+        if wanted_logits is None:
+            right = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)[..., 0]
+        else:
+            # The token at a place is of the logits of the place before.
+            of_model = wanted_logits[:, step + 1 : step + 1 + logits.shape[1]]
+            weights = jax.nn.softmax(of_model.astype(jnp.float32), axis=-1)
+            right = jnp.sum(weights * logits, axis=-1)
+        loss = jax.nn.logsumexp(logits, axis=-1) - right
         num = jnp.maximum(jnp.sum(counts), 1)
         losses.append(jnp.sum(loss * counts) / num)
         rights.append(jnp.sum((jnp.argmax(logits, axis=-1) == wanted) & counts) / num)
@@ -311,91 +349,158 @@ def batches(
         yield tokens, labels
 
 
+def make_update(
+    model: LoadedModel, eagle: EagleConfig, ids: np.ndarray, args: argparse.Namespace
+) -> tuple[optax.GradientTransformation, Callable, Callable]:
+    """The optimiser, its step, and what only measures.
+
+    The step is `(tensors, state, texts) -> (tensors, state, loss, rights)`, whose texts have the
+    rate of learning as well; the other is `(tensors, texts) -> (loss, rights)`.
+    """
+    layer = eagle.layer
+    cos, sin = rope_tables(layer.rope, head_dim=layer.head_dim, max_len=args.length)
+    tables = jnp.asarray(cos), jnp.asarray(sin)
+    adam = optax.adamw(1.0, b2=0.95, weight_decay=args.weight_decay, mask=_is_matrix)
+    optimiser = optax.chain(optax.clip_by_global_norm(0.5), adam)
+    discounts = 0.8 ** jnp.arange(args.drafts)
+    dtype = jnp.bfloat16 if model.backend.platform == "gpu" else jnp.float32
+    softcap, rows = model.config.logits_softcap, model.params["lm_head"][ids].astype(dtype)
+
+    def loss_of(tensors: Tensors, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        narrow = {name: value.astype(dtype) for name, value in tensors.items()}
+        logits = head_logits(
+            eagle, args.drafts, narrow, given["embed"], tables, given["features"], given["tokens"]
+        )
+        wanted = None
+        if args.targets == "distribution":
+            wanted = given["last"].astype(dtype) @ given["rows"].T
+            wanted = wanted if softcap is None else softcap * jnp.tanh(wanted / softcap)
+        losses, rights = head_losses(logits, given["labels"], wanted)
+        return jnp.sum(losses * discounts), rights
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(tensors, state, given):
+        (loss, rights), grads = jax.value_and_grad(loss_of, has_aux=True)(tensors, given)
+        updates, state = optimiser.update(grads, state, tensors)
+        updates = jax.tree.map(functools.partial(jnp.multiply, given["rate"]), updates)
+        return optax.apply_updates(tensors, updates), state, loss, rights
+
+    of_model = {"embed": model.params["embed"], "rows": rows}
+    measured = jax.jit(loss_of)
+
+    def step(tensors: Tensors, state: Any, given: dict) -> tuple:
+        return update(tensors, state, given | of_model)
+
+    def measure(tensors: Tensors, given: dict) -> tuple[jax.Array, jax.Array]:
+        return measured(tensors, given | of_model)
+
+    return optimiser, step, measure
+
+
+def rate_of(args: argparse.Namespace, step: int, progress: float) -> np.float32:
+    """The rate of learning: up in some steps, then down along a cosine."""
+    warmth = min(1.0, step / min(100, args.steps // 10 + 1))
+    return np.float32(args.learning_rate * warmth * (0.51 + 0.49 * np.cos(np.pi * progress)))
+
+
+def _is_matrix(tensors: Tensors) -> dict[str, bool]:
+    return {name: value.ndim > 1 for name, value in tensors.items()}
+
+
 def train(
     model: LoadedModel,
     eagle: EagleConfig,
     ids: np.ndarray,
     texts: Sequence[Text],
+    held_out: Sequence[Text],
     args: argparse.Namespace,
 ) -> Tensors:
-    """Train until the steps or the seconds are over."""
+    """Train until the steps or the seconds are over; tell what is right of texts held out."""
+    states_of = text_states(model, eagle.feature_layers, (args.batch_size, args.length))
+    optimiser, update, measure = make_update(model, eagle, ids, args)
     tensors = first_tensors(model, eagle, ids, args.seed)
-    features_of = text_features(model, eagle.feature_layers, (args.batch_size, args.length))
-    layer = eagle.layer
-    tables = rope_tables(layer.rope, head_dim=layer.head_dim, max_len=args.length)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, min(50, args.steps // 10 + 1), args.steps, args.learning_rate / 20
-    )
-    optimiser = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, b2=0.95))
     state = optimiser.init(tensors)
-    discounts = 0.8 ** jnp.arange(args.drafts)
-
-    @jax.jit
-    def update(tensors, state, embed, tables, features, tokens, labels):
-        def loss_of(tensors):
-            losses, rights = head_losses(
-                eagle, args.drafts, tensors, embed, tables, features, tokens, labels
-            )
-            return jnp.sum(losses * discounts), rights
-
-        (loss, rights), grads = jax.value_and_grad(loss_of, has_aux=True)(tensors)
-        updates, state = optimiser.update(grads, state, tensors)
-        return optax.apply_updates(tensors, updates), state, loss, rights
-
-    begin_s = time.perf_counter()
+    begin_s, seconds = time.perf_counter(), args.seconds
     columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[told]}")
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
         task = bar.add_task("training", total=args.steps, told="")
         for step, (tokens, labels) in enumerate(batches(texts, ids, eagle, args), start=1):
-            tensors, state, loss, rights = update(
-                tensors, state, model.params["embed"], tables, features_of(tokens),
-                tokens, labels,
-            )  # fmt: skip
+            features, last = states_of(tokens)
+            given = {"features": features, "last": last, "tokens": tokens, "labels": labels}
+            spent_s = time.perf_counter() - begin_s if step > 1 else 0.0
+            progress = min(1.0, max(step / args.steps, spent_s / seconds))
+            given["rate"] = rate_of(args, step, progress)
+            tensors, state, loss, rights = update(tensors, state, given)
             if step == 1:
                 jax.block_until_ready(loss)
                 note(f"the first step took {time.perf_counter() - begin_s:.0f} s, to be compiled")
                 begin_s = time.perf_counter()
-            is_over = step == args.steps or time.perf_counter() - begin_s > args.seconds
+                seconds = max(1.0, min(seconds, args.end_by - (begin_s - _BEGIN_S)))
+            is_over = progress == 1.0
             if step % 20 and not is_over:
                 continue
             shares = " ".join(f"{float(share):.2f}" for share in rights)
             told = f"loss {float(loss):.2f}, right drafts {shares}"
             bar.update(task, completed=step, told=told)
-            if is_over:
+            if step % 400 == 0 or is_over:
                 note(f"{step} steps in {time.perf_counter() - begin_s:.0f} s, {told}")
-                return tensors
-    raise AssertionError("batches never end")
+            if is_over:
+                break
+    if not held_out:
+        return tensors
+    shares = []
+    for tokens, labels in itertools.islice(batches(held_out, ids, eagle, args), 4):
+        features, last = states_of(tokens)
+        given = {"features": features, "last": last, "tokens": tokens, "labels": labels}
+        shares.append(measure(tensors, given)[1])
+    told = " ".join(f"{float(share):.2f}" for share in np.mean(shares, axis=0))
+    note(f"of texts held out, right drafts {told}, each behind the right ones")
+    return tensors
 
 
 def evaluate(
-    model: LoadedModel, prompts: Sequence[tuple[int, ...]], args: argparse.Namespace
+    model: LoadedModel, prompts: Mapping[str, Sequence[tuple[int, ...]]], args: argparse.Namespace
 ) -> bool:
     """Print how the engine drafts with the head that was written; False if a bit differs."""
     head = load_eagle_head(str(args.out), model=model)
     speculative = SpeculativeConfig(
         method=EAGLE3, model=str(args.out), num_speculative_tokens=args.drafts, is_adaptive=False
     )
-    asked = answer_requests(prompts, args.length)
+    asked = {name: answer_requests(some, args.length) for name, some in prompts.items()}
     sizes = sizes_of(model, args, args.held_out_batch)
-    found, rates = [], []
+    found: dict[str, list[tuple[float, DraftCounts, list[Completion]]]] = {}
     for options in ({}, speculative.engine_options()):
         config = choose_sizes(model, sizes | options, gpu_memory_utilization=0.6, draft_model=head)
         engine = Engine(model, config, draft_model=head)
-        engine.compile(requests=asked)
-        engine.generate(asked[:2])
-        begin_s = time.perf_counter()
-        made = engine.generate(asked)
-        count = sum(len(done.token_ids) for done in made)
-        rates.append(count / (time.perf_counter() - begin_s))
-        found.append([done.digest() for done in made])
-    counts = engine.stats().drafts[EAGLE3]
-    different = sum(one != other for one, other in zip(*found, strict=True))
+        engine.compile(requests=[request for some in asked.values() for request in some])
+        for name, some in asked.items():
+            engine.generate(some[:2])
+            before = engine.stats().drafts.get(EAGLE3, DraftCounts())
+            begin_s = time.perf_counter()
+            made = engine.generate(some)
+            rate = sum(len(done.token_ids) for done in made) / (time.perf_counter() - begin_s)
+            counts = engine.stats().drafts.get(EAGLE3, DraftCounts()).since(before)
+            found.setdefault(name, []).append((rate, counts, made))
+        del engine
+    return all([_told(name, runs, args) for name, runs in found.items()])
+
+
+def _told(
+    name: str,
+    runs: Sequence[tuple[float, DraftCounts, list[Completion]]],
+    args: argparse.Namespace,
+) -> bool:
+    """Print a run without the head and one with it; False if a bit differs."""
+    (rate, _, plain), (head_rate, counts, made) = runs
+    pairs = zip(plain, made, strict=True)
+    different = sum(one.digest() != other.digest() for one, other in pairs)
+    tokens = sum(len(done.token_ids) for done in made)
     print(
-        f"held out: {counts.acceptance:.3f} of drafts accepted, {counts.tokens_per_window:.2f} "
-        f"tokens a window, {rates[0]:.0f} tokens/s without and {rates[1]:.0f} with the head at "
-        f"batch {args.held_out_batch}, {different} of {len(asked)} answers ({count} tokens) differ"
+        f"{name}: {counts.acceptance:.3f} of drafts accepted, {counts.tokens_per_window:.2f} "
+        f"tokens a window, {rate:.0f} tokens/s without and {head_rate:.0f} with the head at "
+        f"batch {args.held_out_batch}, {different} of {len(made)} answers ({tokens} tokens) differ"
     )
-    return not different
+    return different == 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -417,11 +522,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="of training, at most; behind the first step"
     )
+    parser.add_argument(
+        "--end-by",
+        type=float,
+        default=float("inf"),
+        help="end training so many seconds behind the start of this program",
+    )
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument(
+        "--targets",
+        choices=("distribution", "tokens"),
+        default="distribution",
+        help="what the head learns of each place",
+    )
+    parser.add_argument("--intermediate-size", type=int, help="of its layer; the model's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=32, help="prompts to draft for at the end")
     parser.add_argument("--held-out-batch", type=int, default=8, help="of them at once")
+    parser.add_argument(
+        "--answer-batch", type=int, default=0, help="answers at once; 0: 8, or 512 on a GPU"
+    )
+    parser.add_argument("--answer-steps", type=int, default=0, help="their tokens of a launch")
     parser.add_argument("--backend", default="auto")
     return parser
 
@@ -442,16 +565,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = own_prompts(engine, model, tokenizer, args)
     note(f"{len(prompts)} prompts")
     num_held_out = min(args.held_out, max(1, len(prompts) // 10))
-    texts = answer(engine, prompts[num_held_out:], args.length)
+    texts = answer(engine, prompts, args.length)
+    of_held_out = set(prompts[:num_held_out])
+    held_out = [text for text in texts if text.prompt in of_held_out]
+    texts = [text for text in texts if text.prompt not in of_held_out]
     del engine
     gc.collect()  # and its cache
     eagle = new_head(model, args)
     ids = frequent_tokens(texts, eagle)
-    tensors = train(model, eagle, ids, texts, args)
+    tensors = train(model, eagle, ids, texts, held_out, args)
     rounded = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_eagle_head(args.out, eagle, rounded, ids)
     note(f"written to {args.out}")
-    return 0 if evaluate(model, prompts[:num_held_out], args) else 3
+    learned = [text.prompt for text in texts[:num_held_out]]
+    drafted_for = {"learned": learned, "held out": prompts[:num_held_out]}
+    return 0 if evaluate(model, drafted_for, args) else 3
 
 
 if __name__ == "__main__":

@@ -89,6 +89,14 @@ class DraftCounts:
         """Tokens that a window has committed: its accepted drafts, and the one behind them."""
         return 1 + self.accepted_tokens / self.num_windows if self.num_windows else 0.0
 
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """What has come to earlier counts of the same source."""
+        return DraftCounts(
+            num_windows=self.num_windows - before.num_windows,
+            draft_tokens=self.draft_tokens - before.draft_tokens,
+            accepted_tokens=self.accepted_tokens - before.accepted_tokens,
+        )
+
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:

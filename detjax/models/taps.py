@@ -12,8 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.models.transformer import AfterGains, DecoderOps, Stream
+from detjax.parallel.mesh import TP_AXIS
 
 
 class Share(enum.Enum):
@@ -159,8 +161,8 @@ class WatchedOps:
 class FeatureTaps:
     """Keeps the input residual streams of some layers while one program is traced.
 
-    Where a mixture of experts is fewer operations without taps, each is one of its own here: the
-    bits are the same.
+    Where ranks have rows of a stream each, they are gathered: copies. Where a mixture of experts is
+    fewer operations without taps, each is one of its own here: the bits are the same.
     """
 
     def __init__(self, layers: Sequence[int]):
@@ -183,7 +185,9 @@ class FeatureTaps:
         if name != "residual" or prefix != "down_" or layer_idx is None:
             return
         if layer_idx + 1 in self._layers:
-            if share is not Share.WHOLE:
+            if share is Share.ROWS:
+                value = lax.all_gather(value, TP_AXIS, axis=0, tiled=True)
+            elif share is not Share.WHOLE:
                 raise NotImplementedError(f"a residual stream that ranks share by {share.value}")
             self._found[layer_idx + 1] = value
 

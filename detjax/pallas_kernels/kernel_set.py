@@ -30,9 +30,10 @@ class KernelSet(Protocol):
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
         withheld_sinks: Why models with attention sinks are refused although its kernels are traced
-            with them; empty if they are not. The next two are likewise.
+            with them; empty if they are not. The next three are likewise.
         withheld_w8a8_experts: Of mixtures of experts whose weights and activations have 8 bits.
         withheld_w8a8_scales: Of 8-bit activations whose scales are not each row's own.
+        withheld_head_ranks: Of EAGLE-3 heads where ranks share the model's layers.
     """
 
     takes_every_model: bool
@@ -43,6 +44,7 @@ class KernelSet(Protocol):
     withheld_sinks: str
     withheld_w8a8_experts: str
     withheld_w8a8_scales: str
+    withheld_head_ranks: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

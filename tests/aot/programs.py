@@ -463,9 +463,9 @@ def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def pressed_head(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProgram:
+def pressed_head(kind: ProgramKind, *, weights: str, tp: int = 1, **sizes) -> aot.CompiledProgram:
     """A program of an EAGLE-3 head with a vocabulary of its own, or one that leaves it features."""
-    model = abstract_model(4, PRESSED_BYTES)
+    model = abstract_model(4, PRESSED_BYTES // tp, tp=tp)
     eagle = dummy_eagle(model.config, draft_vocab_size=32000)
     head = abstract_head(model, eagle)
     programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=head)
@@ -713,6 +713,12 @@ PROGRAMS = {
     "pressed_mesh_many": lambda: pressed("decode", rows=256, table_len=10, dp=2, tp=2),
     "pressed_mesh_prefill": lambda: pressed("prefill", rows=1, length=512, table_len=64, tp=4),
     "pressed_mesh_fast": lambda: pressed("decode", rows=8, table_len=34, tp=4, mode="fast"),
+    "pressed_mesh_head_window": lambda: pressed_head(
+        "decode", weights="eagle3", rows=8, table_len=10, length=3, tp=2
+    ),
+    "pressed_mesh_features": lambda: pressed_head(
+        "prefill", weights="full", rows=1, table_len=10, length=512, tp=2
+    ),
     "float32_decode": lambda: pressed("decode", rows=8, table_len=9, profile=FLOAT32),
     "float32_decode_many": lambda: pressed("decode", rows=64, table_len=9, profile=FLOAT32),
     "float32_prefill": lambda: pressed(

@@ -13,11 +13,13 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import head_programs
 from detjax.engine.running import programs as programs_module
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
-from detjax.models.eagle.features import text_features
+from detjax.models.eagle.features import text_states
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, dummy_tensors, reference_drafts
 from detjax.testing.programs import plain_key
@@ -31,6 +33,7 @@ SIZES = {
 }  # fmt: skip
 SEED = 1
 EAGLE3 = {"draft_weights": "eagle3"}
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +205,65 @@ def test_a_head_on_two_replicas_changes_no_bit(plain):
     assert made.stats().drafts["eagle3"].num_windows > 20
 
 
+# --------------------------------------------------------------------------------------- ranks
+
+
+def on_ranks(dp: int, tp: int, **changes) -> Engine:
+    """An engine whose prefill chunks are so long that ranks have rows of the residual stream."""
+    model = dummy_model(MODEL, dp=dp, tp=tp)
+    sizes = SIZES | {"batch_size": 2 * dp, "num_pages": dp * PAGES, "prefill_chunk": 128}
+    return Engine(
+        model, EngineConfig(**sizes | EAGLE3 | changes), draft_model=dummy_head(model, HEAD)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize(("dp", "tp", "mode"), [(1, 2, "dvr"), (2, 2, "invariant")])
+def test_a_head_on_ranks_that_share_layers_changes_no_bit(plain, dp, tp, mode):
+    made = on_ranks(dp, tp, mode=mode)
+    assert_same_completions(made.generate(requests()), plain)
+    counts = made.stats().drafts["eagle3"]
+    assert counts.num_windows > 20 and counts.accepted_tokens > 5
+
+
+def of_ranks(head, *seeds: int) -> None:
+    """Give each rank the weights of another head."""
+    parts = [dummy_head(dummy_model(MODEL), HEAD, seed=seed).params for seed in seeds]
+    for name, value in head.params.items():
+        shards = [
+            jax.device_put(np.asarray(part[name]), device)
+            for part, device in zip(parts, head.mesh.devices.flat, strict=True)
+        ]
+        head.params[name] = jax.make_array_from_single_device_arrays(
+            value.shape, value.sharding, shards
+        )
+
+
+def drafted_by_unlike_ranks() -> Engine:
+    model = dummy_model(MODEL, tp=4)
+    head = dummy_head(model, HEAD)
+    of_ranks(head, 0, 1, 2, 3)
+    return Engine(model, EngineConfig(**SIZES, **EAGLE3), draft_model=head)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_ranks_that_draft_differently_verify_the_drafts_of_the_first(plain):
+    made = drafted_by_unlike_ranks()
+    assert_same_completions(made.generate(requests()[:2]), plain[:2])
+    assert made.stats().drafts["eagle3"].num_windows > 10
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_ranks_that_verify_their_own_drafts_give_other_bits(plain, monkeypatch):
+    monkeypatch.setattr(head_programs, "of_first_rank", lambda results: results)
+    made = drafted_by_unlike_ranks()
+    answers = made.generate(requests()[:2])
+    assert [done.digest() for done in answers] != [done.digest() for done in plain[:2]]
+
+
 @pytest.mark.slow
 @pytest.mark.invariance
 def test_a_head_of_a_mixture_of_experts_changes_no_bit():
@@ -250,12 +312,13 @@ def windows_of(made: Engine) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize(
-    "norm_before_residual", [False, pytest.param(True, marks=pytest.mark.slow)]
+    ("norm_before_residual", "tp"),
+    [(False, 1), pytest.param(True, 1, marks=SLOW), pytest.param(False, 2, marks=SLOW)],
 )
-def test_drafts_are_those_of_the_head_on_the_whole_text(norm_before_residual):
+def test_drafts_are_those_of_the_head_on_the_whole_text(norm_before_residual, tp):
     """Over chunks of a prompt, a page and windows of every length the head has no hole."""
     profile = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
-    model = dummy_model(MODEL, profile=profile)
+    model = dummy_model(MODEL, tp=tp, profile=profile)
     eagle = dataclasses.replace(HEAD, norm_before_residual=norm_before_residual)
     made = Engine(
         model,
@@ -269,9 +332,10 @@ def test_drafts_are_those_of_the_head_on_the_whole_text(norm_before_residual):
     made.add_request(prompt, sampling)
     windows = windows_of(made)
     tokens = [*prompt, *done.token_ids]
-    features = text_features(model, eagle.feature_layers, (1, len(tokens)))
-    features = np.asarray(features(np.array([tokens])))[0]
-    tensors, embed = dummy_tensors(eagle, seed=SEED), np.asarray(model.params["embed"])
+    alone = dummy_model(MODEL, profile=profile)
+    states = text_states(alone, eagle.feature_layers, (1, len(tokens)))
+    features = np.asarray(states(np.array([tokens]))[0])[0]
+    tensors, embed = dummy_tensors(eagle, seed=SEED), np.asarray(alone.params["embed"])
     num_known, counts = len(prompt) + 1, set()
     for drafts, num_committed in windows:
         expected = reference_drafts(
@@ -326,6 +390,13 @@ def test_a_head_that_reads_layers_which_there_are_not_is_refused(model):
         dummy_head(model, eagle)
 
 
-def test_a_head_on_ranks_that_share_layers_is_refused():
-    with pytest.raises(ValueError, match="EAGLE-3 head with tp=2 is not supported"):
-        dummy_head(dummy_model(MODEL, tp=2), HEAD)
+def test_a_head_on_ranks_is_refused_where_no_run_has_shown_its_bits():
+    on_gpus = dataclasses.replace(dummy_model(MODEL, tp=2), backend=Backend.SM90)
+    with pytest.raises(ValueError, match="tp=2: heads on ranks that share layers are withheld"):
+        dummy_head(on_gpus, HEAD)
+
+
+def test_a_head_whose_channels_ranks_cannot_share_is_refused():
+    eagle = dataclasses.replace(HEAD, layer=dataclasses.replace(HEAD.layer, hidden_size=65))
+    with pytest.raises(ValueError, match=r"hidden_size=65 of the head must be a multiple of tp=2"):
+        dummy_head(dummy_model(MODEL, tp=2), eagle)

@@ -51,8 +51,27 @@ def test_the_steps_of_training_are_the_drafts_of_a_text(tool):
         for step, draft in enumerate(drafts):
             labels = np.full(text.shape, -1)
             labels[0, len(tokens) + step] = row_of[draft]
-            _, rights = tool.head_losses(eagle, STEPS, *given, jnp.asarray(labels))
+            logits = tool.head_logits(eagle, STEPS, *given)
+            _, rights = tool.head_losses(logits, jnp.asarray(labels), None)
             assert rights[step] == 1.0, f"draft {step}"
+
+
+def test_a_distribution_with_one_token_is_that_token(tool):
+    """What the head learns of a place is what the model says there, not a place beside it."""
+    rng = np.random.default_rng(0)
+    length, width = 12, 20
+    rows = rng.integers(0, width, (2, length))
+    logits = rng.standard_normal((STEPS, 2, length - STEPS - 1, width)).astype(np.float32)
+    of_model = np.zeros((2, length, width), np.float32)
+    np.put_along_axis(of_model[:, :-1], rows[:, 1:, None], 1e4, axis=-1)  # of the next token
+    logits, labels = jnp.asarray(logits), jnp.asarray(rows)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        losses, rights = tool.head_losses(iter(logits), labels, jnp.asarray(of_model))
+        expected = tool.head_losses(iter(logits), labels, None)
+        beside = tool.head_losses(iter(logits), labels, jnp.roll(jnp.asarray(of_model), 1, axis=1))
+    np.testing.assert_array_equal(np.asarray(losses), np.asarray(expected[0]))
+    np.testing.assert_array_equal(np.asarray(rights), np.asarray(expected[1]))
+    assert not np.array_equal(np.asarray(losses), np.asarray(beside[0]))
 
 
 def test_the_draft_vocabulary_is_that_of_the_answers(tool):
@@ -71,7 +90,8 @@ def test_a_head_is_trained_written_and_drafts_without_a_changed_bit(tool, tmp_pa
     )
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         assert tool.main([*arguments.split(), "--out", str(tmp_path / "head")]) == 0
-    assert "0 of 1 answers" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "learned:" in told and "held out:" in told and told.count(" 0 of 1 answers") == 2
     model = dummy_model(dummy_config(vocab_size=4096, hidden_size=256, num_layers=5))
     head = load_eagle_head(str(tmp_path / "head"), model=model)
     assert head.eagle.draft_vocab_size == 1000 and head.eagle.feature_layers == (1, 2, 4)

@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Int32
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
 from detjax.models.params import padded_vocab_size
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
+HEAD_PAGES_SPEC = P(None, DP_AXIS)
+"""Of an EAGLE-3 head, which every rank runs whole."""
 BY_ROW = P(DP_AXIS)
 LOGITS_SPEC = P(DP_AXIS, TP_AXIS)
 """Of rows of the padded vocabulary."""
@@ -76,7 +78,8 @@ def pages_shape(model: AnyDraftModel, num_pages: int) -> jax.ShapeDtypeStruct:
         profile.attention_block,
         config.head_dim,
     )
-    sharding = NamedSharding(model.mesh, PAGES_SPEC)
+    spec = HEAD_PAGES_SPEC if isinstance(model, EagleHead) else PAGES_SPEC
+    sharding = NamedSharding(model.mesh, spec)
     return jax.ShapeDtypeStruct(shape, profile.activation_dtype, sharding=sharding)
 
 
@@ -113,7 +116,7 @@ def of_slots(state, slot):
     return state.at[slot].get(mode="fill", fill_value=0)
 
 
-def window_place(shape: tuple[int, int], slot, offset) -> Int32[Array, " B"]:
+def window_place(shape: tuple[int, int], slot, offset) -> Int32[Array, "..."]:
     """Where [slot, offset] is in a flat window, and past its end where there is no such place.
 
     # WHY: XLA checks two indices in a launch of its own, and one where it is used.

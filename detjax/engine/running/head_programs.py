@@ -4,6 +4,9 @@
 Programs of that model leave the hidden states of three layers. Entry p of the head's cache is of
 the hidden states of position p and the token behind it; it lies on the page of position p. As with
 a draft model, slots, page tables and sampling parameters are those of the model that verifies.
+
+Ranks that share the model's layers have its hidden states whole, and each runs all of the head. The
+drafts of rank 0 count: bits of the head make no claim, and a window must be the same on all ranks.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ from detjax.array_types import Activation, Array, Int32
 from detjax.engine.running.choice_programs import Program, rows_of
 from detjax.engine.running.device_arrays import (
     BY_ROW,
-    PAGES_SPEC,
+    HEAD_PAGES_SPEC,
     Slots,
     empty,
     of_slots,
@@ -32,7 +35,7 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.draft_programs import sharded
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
-from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.engine.sampling.sampling import SamplingRows, choose_plain
 from detjax.models.eagle.config import NUM_FEATURES
 from detjax.models.eagle.head import (
     EagleHead,
@@ -45,7 +48,7 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params, padded_vocab_size
 from detjax.parallel.distributed import gather_replicas
-from detjax.parallel.mesh import DP_AXIS
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +92,7 @@ class HeadState:
     features: Features
 
 
-HEAD_SPECS = HeadState(pages=PAGES_SPEC, features=FEATURES_SPECS)
+HEAD_SPECS = HeadState(pages=HEAD_PAGES_SPEC, features=FEATURES_SPECS)
 
 
 class HeadPrograms:
@@ -168,17 +171,18 @@ class HeadPrograms:
         columns = kind.num_columns(table_len=key.table_len, length=key.length)
         rows = key.rows * mesh.shape[DP_AXIS]
         packed = rows_shape(model, rows, jnp.int32, columns)
+        of_model = self.model.partition_specs, P(), HEAD_SPECS
         given = params, self.model.rope_tables, self.state
         if key.kind == "prefill":
             width = self.state.features.states.shape[-1]
             dtype = model.profile.activation_dtype
             states = rows_shape(model, rows, dtype, key.length, width)
             body, operands, out_specs = self._prefill, (*given, states, packed), HEAD_SPECS
-            in_specs, in_place = (P(), P(), HEAD_SPECS, BY_ROW, BY_ROW), (2,)
+            in_specs, in_place = (*of_model, BY_ROW, BY_ROW), (2,)
         else:
             of_result = P() if jax.process_count() > 1 else BY_ROW
             body, operands = self._decode, (*given, self._slots, self._sampling, packed)
-            in_specs, in_place = (P(), P(), HEAD_SPECS, BY_ROW, BY_ROW, BY_ROW), (2, 3)
+            in_specs, in_place = (*of_model, BY_ROW, BY_ROW, BY_ROW), (2, 3)
             out_specs = HEAD_SPECS, BY_ROW, of_result
         local = partial(body, key)
         return Program(
@@ -220,26 +224,22 @@ class HeadPrograms:
         tokens, hidden, last = self._committed(state.features, slots, slot, start, params)
         draft = partial(self._draft, params, tables, rows, given)
         pages, hidden, choice = draft(state.pages, tokens, hidden, last, start + 1)
-        window, place = slots.window.reshape(-1), partial(window_place, slots.window.shape, slot)
-        window = window.at[place(1)].set(choice[:, 0], mode="drop")
         results = jnp.zeros((len(packed), key.length, 2), jnp.int32).at[:, 0].set(choice)
 
         def next_draft(i, carry):
-            pages, window, results, hidden = carry
+            pages, results, hidden = carry
             is_row = (start >= 0) & (i < given.count)
             ids, at = results[:, i - 1, :1], jnp.where(is_row, start - 1 + i, -1)
             pages, hidden, choice = draft(
                 pages, (ids, at[:, None]), hidden, jnp.zeros_like(slot), start + 1 + i
             )
-            # WHY: no such place for a row that has its drafts.
-            offset = jnp.where(is_row, i + 1, slots.window.shape[1])
-            window = window.at[place(offset)].set(choice[:, 0], mode="drop")
-            return pages, window, results.at[:, i].set(choice), hidden
+            return pages, results.at[:, i].set(choice), hidden
 
-        carry = pages, window, results, hidden
-        pages, window, results, _ = lax.fori_loop(1, key.length, next_draft, carry)
+        carry = pages, results, hidden
+        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry)
+        results = of_first_rank(results)
         slots = Slots(
-            window=window.reshape(slots.window.shape),
+            window=_with_drafts(slots.window, slot, results[..., 0], given.count),
             place=slots.placed(slot, start, given.count),
         )
         state = HeadState(pages=pages, features=state.features)
@@ -283,6 +283,21 @@ class HeadPrograms:
         )
         logits = draft_logits(ctx, params, hidden, width=width)
         # The noise of the token that will be verified, as a draft model has it.
-        choice = choose(ctx, logits, rows, position, num_top=0, with_filters=False)
+        choice = choose_plain(ctx, logits, rows, position)
         token_ids = self._candidates(choice.token_ids, position)
         return pages, hidden, pack_choice(dataclasses.replace(choice, token_ids=token_ids))
+
+
+def of_first_rank(results: Int32[Array, "B T 2"]) -> Int32[Array, "B T 2"]:
+    """What rank 0 of "tp" has, on every rank."""
+    return lax.all_gather(results, TP_AXIS)[0] if lax.axis_size(TP_AXIS) > 1 else results
+
+
+def _with_drafts(window: Int32[Array, "X Y"], slot, drafts: Int32[Array, "B T"], count):
+    """The windows of slots, with drafts behind their first tokens."""
+    offset = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None, :]
+    # WHY: no such place for a row that has its drafts.
+    offset = jnp.where(offset <= jnp.maximum(count, 1)[:, None], offset, window.shape[1])
+    shape = window.shape[0], window.shape[1]
+    place = window_place(shape, slot[:, None], offset)
+    return window.reshape(-1).at[place].set(drafts, mode="drop").reshape(window.shape)

@@ -23,11 +23,15 @@ free where that is less."""
 def cache_bytes(
     model: LoadedModel, num_pages: int, draft_model: AnyDraftModel | None = None
 ) -> int:
-    """Bytes of a cache of `num_pages` pages, over all devices, and of a draft model's beside it."""
+    """Bytes of a cache of `num_pages` pages, over all devices, and of a draft model's beside it.
+
+    A head's cache is whole on each rank.
+    """
     total = 0
     for one in (model,) if draft_model is None else (model, draft_model):
         pages = pages_shape(one, num_pages)
-        total += math.prod(pages.shape) * pages.dtype.itemsize
+        share = pages.sharding.shard_shape(pages.shape)
+        total += math.prod(share) * pages.dtype.itemsize * model.mesh.size
     return total
 
 

@@ -196,7 +196,18 @@ def most_likely(logits, first, count: int):
     return values, jnp.take_along_axis(ids, picks, axis=1).astype(jnp.int32)
 
 
-def _choose_plain(
+def choose_plain(
+    ctx: ForwardContext,
+    logits: Float32[Array, "B V"],
+    rows: SamplingRows,
+    positions: Int32[Array, " B"],
+) -> Choice:
+    """`choose` with the noise and the temperature alone, on a rank that has all logits."""
+    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sequence_idx, positions)
+    return _choose_token(ctx, logits, rows, key, None)
+
+
+def _choose_token(
     ctx: ForwardContext, logits, rows: SamplingRows, key, exchange: Exchange | None
 ) -> Choice:
     """`choose` where no row asks for more than its token, in a launch behind one pass."""
@@ -279,9 +290,9 @@ def choose(
     is_plain = not with_filters and processed is None
     if is_plain and num_top == 0:
         if lax.axis_size(TP_AXIS) == 1:
-            return _choose_plain(ctx, logits, rows, key, None)
+            return _choose_token(ctx, logits, rows, key, None)
         if exchanges_choice(exchange, len(logits)):
-            return _choose_plain(ctx, logits, rows, key, exchange)
+            return _choose_token(ctx, logits, rows, key, exchange)
     if is_plain:
         maxima, sums, best, best_id = stats_and_choice(
             logits,

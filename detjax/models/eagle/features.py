@@ -16,14 +16,13 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.taps import FeatureTaps
 
-GivesFeatures = Callable[[np.ndarray], Activation[Array, "B T X"]]
-"""From token ids, int32 [B, T], three hidden states of each side by side."""
+GivesStates = Callable[[np.ndarray], tuple[Activation[Array, "B T X"], Activation[Array, "B T D"]]]
+"""From token ids, int32 [B, T]: three hidden states of each side by side, and the last of all,
+normalised, of which the model's logits are."""
 
 
-def text_features(
-    model: LoadedModel, layers: Sequence[int], shape: tuple[int, int]
-) -> GivesFeatures:
-    """Return a compiled step that gives the features of a batch of texts.
+def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int]) -> GivesStates:
+    """Return a compiled step that gives the hidden states of a batch of texts.
 
     Args:
         model: On a mesh of one device.
@@ -49,8 +48,9 @@ def text_features(
         taps = FeatureTaps(layers)
         tokens = Tokens(ids=ids, positions=jnp.asarray(positions), page_table=jnp.asarray(table))
         pages = jnp.zeros(pages_shape, model.profile.activation_dtype)
-        forward(dataclasses.replace(context, taps=taps), params, tables, pages, tokens)
-        return taps.features().reshape(batch, length, -1)
+        watched = dataclasses.replace(context, taps=taps)
+        _, last = forward(watched, params, tables, pages, tokens)
+        return taps.features().reshape(batch, length, -1), last.reshape(batch, length, -1)
 
     specs = model.partition_specs, P(), P()
     step = jax.jit(

@@ -28,18 +28,20 @@ from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.parallel.mesh import TP_AXIS
 
 _FLOATS = ("BF16", "F16", "F32")
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 _EMBED = "embed_tokens.weight"
+_EMBED_SPEC = P(None, TP_AXIS)
 _VOCABULARY_MAPS = {"d2t": "I64", "t2d": "BOOL"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleHead:
-    """A head on the mesh of the model that it drafts for.
+    """A head on the mesh of the model that it drafts for. Every rank has all of it.
 
     Attributes:
         eagle: What it is.
@@ -69,6 +71,11 @@ class EagleHead:
     def num_kv_slots(self) -> int:
         """Key/value heads in its cache."""
         return self.config.num_kv_heads
+
+    @property
+    def partition_specs(self) -> dict[str, P]:
+        """How `params_beside` lie on the mesh: embeddings as the model's, by channels."""
+        return {name: P() for name in self.params} | {"embed": _EMBED_SPEC}
 
     def params_beside(self, target: Params) -> Params:
         """The weights of its programs: its own, and the embedding of the model if it has none."""
@@ -151,8 +158,8 @@ def load_eagle_head(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the head is for another model, a tensor is missing, unknown or of another
-            shape, or ranks share layers.
+        ValueError: If the head is for another model, or a tensor is missing, unknown or of another
+            shape.
     """
     folder = find_model(name)
     eagle = load_eagle_config(folder, model.config)
@@ -250,14 +257,17 @@ def place_eagle_head(
         folder: Where the head was read.
 
     Raises:
-        ValueError: If ranks share the model's layers, it has no such layers to read, or its
-            kernels refuse the head's layer.
+        ValueError: If the model has no such layers to read, its kernels refuse the head's layer or
+            its ranks, or the ranks cannot share the channels of its embedding.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
-    if tp > 1:
+    withheld = KERNELS[model.backend].withheld_head_ranks
+    if tp > 1 and withheld:
+        raise ValueError(f"an EAGLE-3 head with {tp=}: {withheld}")
+    if eagle.layer.hidden_size % tp:
         raise ValueError(
-            f"an EAGLE-3 head with {tp=} is not supported: ranks would have to share the hidden "
-            "states; use tp=1, and dp for more devices"
+            f"hidden_size={eagle.layer.hidden_size} of the head must be a multiple of {tp=}: ranks "
+            "share the channels of its embedding"
         )
     num_layers = model.config.num_layers
     if not all(1 <= layer < num_layers for layer in eagle.feature_layers):
@@ -265,14 +275,15 @@ def place_eagle_head(
             f"feature_layers={eagle.feature_layers} must be from 1 to {num_layers - 1}: the model "
             f"has {num_layers} layers, and the output of the last one is not read"
         )
-    refused = why_unsupported(eagle.layer, profile, model.backend, tp)
+    refused = why_unsupported(eagle.layer, profile, model.backend, 1)  # every rank runs all of it
     if refused is not None:
         raise ValueError(f"backend {model.backend.value} cannot run this EAGLE-3 head: {refused}")
     whole = NamedSharding(mesh, P())
     values = joined_params(tensors, xp=np) | {"draft_ids": ids}
     params = {
         name: jax.device_put(
-            value if name == "draft_ids" else value.astype(profile.param_dtype), whole
+            value if name == "draft_ids" else value.astype(profile.param_dtype),
+            NamedSharding(mesh, _EMBED_SPEC) if name == "embed" else whole,
         )
         for name, value in values.items()
     }

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads on a Hopper GPU: no bit of an answer differs. Ranks that share layers are refused.
+
+Heads have random weights. Two drafts of three are replaced by the right tokens, so windows of every
+length are accepted.
+"""
+
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import programs as programs_module
+from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.backend import Backend
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.eagle import dummy_eagle, dummy_head
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 1024
+MODEL = dummy_config(
+    num_heads=8, num_kv_heads=2, head_dim=128, hidden_size=512, intermediate_size=1536,
+    vocab_size=VOCAB, num_layers=4,
+)  # fmt: skip
+HEAD = dummy_eagle(MODEL, draft_vocab_size=512)
+PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 200))
+ASKED = Request(
+    prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=90, temperature=0.8, seed=5)
+)
+SIZES = {"batch_size": 4, "prefill_chunk": 128, "max_len": 384, "self_check": "off"}
+DRAFTS = {
+    "draft_weights": "eagle3", "verify_window": 5, "verify_rows": 4, "verify_patience": 0,
+}  # fmt: skip
+
+
+@cache
+def model(tp: int) -> LoadedModel:
+    return dummy_model(MODEL, tp=tp, backend=Backend.SM90)
+
+
+@cache
+def plain() -> Completion:
+    """The answer of one GPU without drafts."""
+    (done,) = Engine(model(1), EngineConfig(**SIZES)).generate([ASKED])
+    return done
+
+
+def mostly_right(token_ids, positions):
+    text = np.array([*PROMPT, *plain().token_ids, *range(8)], np.int32)
+    drafts = np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text)
+    return jnp.asarray(drafts)[jnp.clip(positions, 0, len(text) - 1)]
+
+
+def drafted(*, count: int = 4, **changes) -> tuple[list[Completion], Engine]:
+    """Answers to the request, so many times at once."""
+    plain()  # not while a program is traced, which asks for its tokens
+    made = Engine(
+        model(1), EngineConfig(**SIZES | DRAFTS | changes),
+        draft_model=dummy_head(model(1), HEAD), candidates=mostly_right,
+    )  # fmt: skip
+    return made.generate([ASKED] * count), made
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+def test_drafts_of_a_head_change_no_bit(mode):
+    answers, made = drafted(mode=mode)
+    assert [done.digest() for done in answers] == [plain().digest()] * 4
+    assert 0.3 < made.stats().drafts["eagle3"].acceptance < 0.9
+
+
+@pytest.mark.control
+def test_control_drafts_that_are_not_compared_give_another_answer(monkeypatch):
+    checked = programs_module.commit_window
+
+    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
+        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
+        return checked(slots, slot, start, drafts, num_drafts, believed)
+
+    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    (done,), _ = drafted(count=1)
+    assert done.digest() != plain().digest()
+
+
+@pytest.mark.gpus(2)
+def test_a_head_on_ranks_that_share_layers_is_refused():
+    with pytest.raises(ValueError, match="tp=2: heads on ranks that share layers are withheld"):
+        dummy_head(model(2), HEAD)
