@@ -159,7 +159,7 @@ class WeightUploads:
         except RefusedError as error:
             message = str(error).replace(f"{upload.folder}/", "").replace(str(upload.folder), "it")
             raise RefusedError(
-                f"{message} (the old weights are in place; start again)",
+                f"{message} (this update is forgotten; start it again)",
                 status=error.status, code=error.code, field=error.field,
             ) from error  # fmt: skip
         finally:

@@ -33,7 +33,7 @@ def asked(client, path: str, **fields) -> dict:
     return response.json()
 
 
-@pytest.mark.parametrize("num_top", [0, 5])
+@pytest.mark.parametrize("num_top", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_completions_as_trl_asks_for_them(client, num_top):
     got = asked(client, "/v1/completions", prompt=PROMPTS, logprobs=num_top, seed=7,
                 return_logprob_bytes=True, **TRL)  # fmt: skip
@@ -72,6 +72,7 @@ def test_conversations_as_trl_asks_for_them(client):
         assert [entry["logprob"] for entry in content] == exact(choice)
 
 
+@pytest.mark.slow
 def test_a_teachers_logprobs_as_trl_asks_for_them(client):
     asked_of_trl = {"model": "novels-6m", "prompt": PROMPTS, "max_tokens": 1, "temperature": 1.0}
     got = asked(client, "/v1/completions", prompt_logprobs=2, **asked_of_trl)

@@ -127,7 +127,7 @@ def test_until_it_is_finished_an_update_changes_nothing(client):
     assert told(answer(client)) == before
     # Half of the tensors are not enough, and then have to come again.
     refused = finish(client)
-    assert refused.status_code == 400 and "the old weights are in place" in refused.text
+    assert refused.status_code == 400 and "start it again" in refused.text
     assert send(client, second).status_code == finish(client).status_code == 409
     assert told(answer(client)) == before
     # A trainer that comes back starts again: what it sent before is forgotten.
