@@ -39,9 +39,10 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
         "Python calls them by name.": {
             "__dir__": 1, "__getattr__": 1,
         },
-        "Fields of OpenAI's requests: accepted by name, or refused with a reason.": {
+        "Fields of OpenAI's and vLLM's requests: accepted by name, or refused with a reason.": {
             "access_programs": 1, "audio": 1, "background": 1, "background_options": 1,
-            "context_management": 1, "function_call": 1, "include": 1, "max_tool_calls": 1,
+            "context_management": 1, "function_call": 1, "include": 1, "kv_transfer_params": 1,
+            "max_tool_calls": 1,
             "modalities": 1, "moderation": 1, "prediction": 1, "previous_response_id": 1,
             "prompt_cache_key": 1, "prompt_cache_options": 1, "prompt_cache_retention": 1,
             "safety_identifier": 1, "service_tier": 1, "strict": 2,

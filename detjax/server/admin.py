@@ -2,7 +2,6 @@
 """The routes of an administrator: weights, adapters, sleep, pause, as SGLang and vLLM name them."""
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -73,20 +72,24 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
                 field="abort_all_requests",
             )
 
-    def version(self) -> int | None:
-        """The version as a number."""
-        given = self.weight_version
-        if isinstance(given, str):
-            if not (given.isascii() and given.isdigit()) or len(given) > 15:
-                raise RefusedError(
-                    f"weight_version={given!r:.80} must be a number", field="weight_version"
-                )
-            given = int(given)
-        if given is not None and not 0 <= given < 2**53:
+
+def version_of(given: int | str | None) -> int | None:
+    """A version of weights as a number.
+
+    Raises:
+        RefusedError: If it is none, or out of range.
+    """
+    if isinstance(given, str):
+        if not (given.isascii() and given.isdigit()) or len(given) > 15:
             raise RefusedError(
-                f"weight_version={given} must be from 0 to 2**53 - 1", field="weight_version"
+                f"weight_version={given!r:.80} must be a number", field="weight_version"
             )
-        return given
+        given = int(given)
+    if given is not None and not 0 <= given < 2**53:
+        raise RefusedError(
+            f"weight_version={given} must be from 0 to 2**53 - 1", field="weight_version"
+        )
+    return given
 
 
 class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -161,10 +164,9 @@ class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 class Admin:
     """What each route does."""
 
-    def __init__(self, service: Service, reader: RequestReader, folders: tuple[Path, ...]):
-        """Of a service, with the folders that weights may be read from."""
-        self._service, self._reader = service, reader
-        self._control = Control(service, folders)
+    def __init__(self, service: Service, reader: RequestReader, control: Control):
+        """Of a service."""
+        self._service, self._reader, self._control = service, reader, control
 
     async def update_weights(self, request: Request) -> Response:
         """Replace the weights by those of a folder."""
@@ -172,7 +174,7 @@ class Admin:
         asked.check()
         mode = "abort" if asked.abort_all_requests else asked.mode or "wait"
         update = self._control.update(
-            asked.model_path, version=asked.version(), mode=PauseMode(mode)
+            asked.model_path, version=version_of(asked.weight_version), mode=PauseMode(mode)
         )
         version, num_open = await unless_left(request, update)
         return reply({

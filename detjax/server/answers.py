@@ -34,6 +34,7 @@ class Shape:
         is_deterministic: Whether the answer is canonical.
         num_top: Logprobs are wanted, with so many of the most likely; None if not.
         has_token_ids: Token ids are wanted.
+        names_ids: Tokens of logprobs are named by their ids.
         has_logprob_bytes: Exact logprobs are wanted.
         has_receipt: A receipt is wanted.
         num_prompt_top: Logprobs of the prompt are wanted in vLLM's shape, with so many of the most
@@ -50,6 +51,7 @@ class Shape:
     is_deterministic: bool
     num_top: int | None
     has_token_ids: bool
+    names_ids: bool
     has_logprob_bytes: bool
     has_receipt: bool
     request_id: str
@@ -231,7 +233,7 @@ class Shape:
             return None
         if self.is_chat:
             return {"content": [self._of_chat(event) for event, _ in tokens], "refusal": None}
-        return legacy_logprobs(echo.tokens, tokens, offset, num_top=self.num_top, text_of=self.text)
+        return legacy_logprobs(echo.tokens, tokens, offset, num_top=self.num_top, text_of=self.name)
 
     def _of_chat(self, event: TokenEvent) -> Json:
         top = [self._of_token(*pair) for pair in event.top_logprobs]
@@ -239,7 +241,11 @@ class Shape:
 
     def _of_token(self, token_id: int, logprob: np.float32) -> Json:
         data = self.model.tokenizer.token_bytes(token_id)
-        return {"token": self.text(token_id), "logprob": float(logprob), "bytes": list(data)}
+        return {"token": self.name(token_id), "logprob": float(logprob), "bytes": list(data)}
+
+    def name(self, token_id: int) -> str:
+        """A token as its logprob names it."""
+        return f"token_id:{token_id}" if self.names_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
         """A token for people: its text, or where it has none of its own, its name or bytes."""

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Set
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from detjax.server.admin import Admin, Handler, RouteRow
 from detjax.server.answers import error_body
 from detjax.server.chat_request import ChatRequest, DetokenizeRequest, TokenizeRequest
+from detjax.server.control import Control
 from detjax.server.errors import RefusedError
 from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information
 from detjax.server.openapi import Operation, document, page
@@ -33,6 +35,8 @@ from detjax.server.response_events import ResponseWriter, answer_format_of
 from detjax.server.responses import ResponsesRequest, named_as_asked
 from detjax.server.service import Service
 from detjax.server.streaming import CLIENT_LEFT, id_of, key_of, log, reply, respond
+from detjax.server.token_requests import GenerateRequest
+from detjax.server.weight_uploads import WeightUploads
 
 LOG = logging.getLogger("detjax.server")
 
@@ -44,13 +48,18 @@ OPEN_PATHS = frozenset((
 ))  # fmt: skip
 """Paths that need no key."""
 
+NCCL_PATHS = (
+    ("GET", "/server_info"), ("GET", "/get_world_size"), ("POST", "/init_weight_transfer_engine"),
+)  # fmt: skip
+"""What a trainer asks vLLM's server before it sends weights by NCCL."""
+
 OPEN_TO_ALL = WebOptions()
 
 
 def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
     """The application. With keys all routes but those of `OPEN_PATHS` ask for one."""
     reader = RequestReader(service)
-    admin = Admin(service, reader, options.weights_dirs).routes if options.admin_keys else ()
+    admin = _admin_rows(service, reader, options.weights_dirs) if options.admin_keys else ()
     gate = _Gate.of(options, {path for _, path, _, _ in admin})
 
     async def openapi(request: Request) -> Response:
@@ -65,6 +74,7 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
     table: tuple[RouteRow, ...] = (
         *_information_rows(Information(service, reader)),
         *_generation_rows(service, reader),
+        *((verb, path, no_nccl, None) for verb, path in NCCL_PATHS),
         ("GET", "/openapi.json", openapi, None),
         ("GET", "/docs", docs, None),
         *admin,
@@ -85,6 +95,17 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
         routes=[Route(path, _guarded(run, gate), methods=[verb]) for verb, path, run, _ in table],
         exception_handlers={HTTPException: _http_error},
         middleware=_middleware(options),
+    )
+
+
+async def no_nccl(request: Request) -> Response:
+    """Refused: this server takes no weights by NCCL."""
+    raise RefusedError(
+        "this server takes no weights by NCCL: send them with /start_weight_update, "
+        "/update_weights (a file of safetensors as the body) and /finish_weight_update, or name a "
+        "folder to /update_weights_from_disk; docs/training.md has what TRL, verl and SkyRL need",
+        status=501,
+        code="no_nccl",
     )
 
 
@@ -130,10 +151,31 @@ def _generation_rows(service: Service, reader: RequestReader) -> tuple[RouteRow,
                 writer=functools.partial(ResponseWriter, asked),
             )  # fmt: skip
 
+    async def generate(request: Request) -> Response:
+        """Continue token ids, as vLLM's route for trainers does."""
+        asked = await reader.parsed(request, GenerateRequest)
+        completion = asked.as_completion(service.model.name)
+        return await respond(
+            service, request, reader.completion(completion, id_of(request)),
+            answer_format=asked.answer,
+        )  # fmt: skip
+
     return (
         ("POST", "/v1/completions", completions, CompletionRequest),
+        ("POST", "/inference/v1/generate", generate, GenerateRequest),
         ("POST", "/v1/chat/completions", chat, ChatRequest),
         ("POST", "/v1/responses", responses, ResponsesRequest),
+    )
+
+
+def _admin_rows(
+    service: Service, reader: RequestReader, folders: tuple[Path, ...]
+) -> tuple[RouteRow, ...]:
+    """The routes of an administrator, with the folders that weights may be read from."""
+    control = Control(service, folders)
+    return (
+        *Admin(service, reader, control).routes,
+        *WeightUploads(service, reader, control).routes,
     )
 
 

@@ -47,24 +47,52 @@ class Control:
             RefusedError: If the folder is not allowed, the weights do not fit, or another operation
                 is under way. The old weights are in place then.
         """
+        path = self._allowed(folder)
+        return await self.replace(path, version=version, mode=mode, field="model_path")
+
+    async def replace(
+        self, path: Path, *, version: int | None, mode: PauseMode, field: str
+    ) -> tuple[int, int]:
+        """As `update`, of a folder that is allowed; `field` says where the caller has given it."""
         service = self._service
         with self._alone("an update of weights"):
-            path = self._allowed(folder)
-            latest = service.model.engine.weight_version
-            version = latest + 1 if version is None else version
-            if version <= latest:
-                raise RefusedError(
-                    f"weight_version={version} must be above {latest}, the version of the weights "
-                    "of now, so that receipts can tell them apart",
-                    field="weight_version",
-                )
-            with _as_refusal("model_path"):
+            version = self.next_version(version)
+            with _as_refusal(field):
                 await asyncio.to_thread(service.model.engine.check_folder, path)
             num_open = service.turns.num_running
             async with self._quiet(Hold.UPDATING, mode):
                 load = functools.partial(service.model.engine.load_folder, path, version=version)
                 await _to_its_end(self._changed(load))
             return version, num_open
+
+    def next_version(self, version: int | None) -> int:
+        """The version that other weights get, which is one more if none is given.
+
+        Raises:
+            RefusedError: If it is not above that of the weights of now.
+        """
+        latest = self._service.model.engine.weight_version
+        if version is not None and version <= latest:
+            raise RefusedError(
+                f"weight_version={version} must be above {latest}, the version of the weights "
+                "of now, so that receipts can tell them apart",
+                field="weight_version",
+            )
+        return latest + 1 if version is None else version
+
+    def check_update(self, empty: Path, *, version: int | None) -> None:
+        """Refuse an update before any of its weights have come to a folder, which is empty yet.
+
+        Raises:
+            RefusedError: If the server takes no requests, its engine no weights, or the version is
+                not above that of the weights of now.
+        """
+        if not self._service.takes_requests:
+            raise self._service.not_ready()
+        self.next_version(version)
+        # An engine that takes weights has nothing to say yet but that there are none.
+        with _as_refusal(""), contextlib.suppress(FileNotFoundError):
+            self._service.model.engine.check_folder(empty)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the adapter of a folder under a name, while requests run.

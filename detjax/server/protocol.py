@@ -154,6 +154,8 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
         priority: Higher goes first, from -100 to 100.
         cache_salt: Prefixes are shared among requests of one salt alone.
         return_token_ids: Put `prompt_token_ids` and `token_ids` into the answer.
+        return_tokens_as_token_ids: Name each token of `logprobs` by its id, as "token_id:17": no
+            two have one name.
         return_logprob_bytes: Put the exact float32 logprobs into the answer, as base64 of
             little-endian bytes; those of the prompt too, where they are reported.
         receipt: Put a receipt into each choice: one line, as `detjax.audit` reads it.
@@ -175,6 +177,7 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     cache_salt: Name = ""
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_logprob_bytes: bool = False
     receipt: bool = False
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None

@@ -37,6 +37,18 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
         raise RefusedError(f"the body is not JSON: {error}") from error
 
 
+def convert[T: msgspec.Struct](value: Mapping[str, Any], kind: type[T]) -> T:
+    """Read a record from what a body had.
+
+    Raises:
+        RefusedError: If a field is not known, or of another type.
+    """
+    try:
+        return msgspec.convert(_less_nulls(value, kind), kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+
+
 def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
     """Read a record from the query of a URL; a list's name may come several times.
 

@@ -327,6 +327,7 @@ class RequestReader:
             is_deterministic=is_deterministic,
             num_top=num_top,
             has_token_ids=asked.return_token_ids,
+            names_ids=asked.return_tokens_as_token_ids,
             has_logprob_bytes=asked.return_logprob_bytes,
             has_receipt=asked.receipt,
             num_prompt_top=asked.prompt_logprobs,

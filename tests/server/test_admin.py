@@ -255,6 +255,33 @@ def test_an_update_answers_as_a_fresh_server_with_these_weights(server, root, ex
     assert audit.main([str(path), *of_old]) != 0
 
 
+@pytest.mark.invariance
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_weights_in_a_body_answer_as_those_of_their_folder(server, root, expected, mode):
+    """The control is what the server answers before, and until the update is finished."""
+    data = (root / "allowed" / "step1" / WEIGHTS).read_bytes()
+    with server.client() as client, concurrent.futures.ThreadPoolExecutor() as pool:
+        long = {"prompt": ASKED["prompt"] * 30, "max_tokens": 2}
+        assert [num_cached(answer(client, **long)) > 0 for _ in range(2)] == [False, True]
+        begun = client.post("/start_weight_update", json={"mode": mode}, headers=ADMIN)
+        assert begun.status_code == 200, begun.text
+        assert client.post("/update_weights", content=data, headers=ADMIN).status_code == 200
+        assert told(answer(client)) == expected[0]
+        event = threading.Event()
+        with slow_steps(server):
+            open_ = pool.submit(stream, server, event, max_tokens=60)
+            assert event.wait(60)
+            done = client.post("/finish_weight_update", json={}, headers=ADMIN)
+        assert done.status_code == 200, done.text
+        assert done.json()["weights"] == expected[1]["weights"]
+        last = open_.result()[-1]
+        assert ("error" in last) == (mode == "abort")
+        if mode == "wait":
+            assert last["choices"][0]["detjax"]["weights"] == expected[0]["weights"]
+        assert told(answer(client)) == expected[1]
+        assert num_cached(answer(client, **long)) == 0
+
+
 def test_versions_go_up(server, root, expected):
     folder = root / "allowed" / "step1"
     with server.client() as client:

@@ -23,7 +23,10 @@ from .small import post, small_service
 
 OF_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """Fields of which the text speaks: they decide nothing."""
-POSTS = ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+POSTS = (
+    "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses",
+    "/inference/v1/generate",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
