@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.report import rows as committed
 from benchmarks.report.mesh import BITS, read_impl
-from benchmarks.report.rows import GPUS, RESULTS, listed, model_name, rows, table
+from benchmarks.report.rows import GPUS, listed, model_name, rows, table
 
 NOT_RUN = "not run on a GPU"
 
@@ -371,7 +372,8 @@ def _certificates() -> list[tuple[str, ...]]:
         ValueError: If one of them has not proven all of its claims.
     """
     found = []
-    for path in sorted(path for gpu in GPUS for path in (RESULTS / gpu).glob("certificate*.json")):
+    results = committed.RESULTS
+    for path in sorted(path for gpu in GPUS for path in (results / gpu).glob("certificate*.json")):
         told = json.loads(path.read_text())
         facts, cases = told["facts"], [one for one in told["outcomes"] if not one["is_control"]]
         if not told["proven"] or any(one["num_different"] for one in cases):
@@ -380,7 +382,7 @@ def _certificates() -> list[tuple[str, ...]]:
             f"{facts['model']}: {_total(cases, 'num_compared')} comparisons in {len(cases)} cases; "
             f"{len(told['outcomes']) - len(cases)} controls differ"
         )
-        link = f"[{path.parent.name}/{path.name}]({path.relative_to(RESULTS.parents[1])})"
+        link = f"[{path.parent.name}/{path.name}]({path.relative_to(results.parents[1])})"
         found.append((
             f"a certificate: {listed(told['claims'])}", link, compared, GPUS[path.parent.name], "",
             f"source {facts['build: source'][:8]}", "`detjax.certify`",

@@ -66,6 +66,7 @@ from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import num_adapter_slots
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
+from detjax.models.params import num_params
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 
@@ -243,6 +244,11 @@ class Engine:
     def weight_version(self) -> int:
         """Of the weights that compute now, which outputs carry."""
         return self._weight_history.version
+
+    @property
+    def num_params(self) -> int:
+        """Weights of the model, tied embeddings once."""
+        return num_params(self._model.config)
 
     # ------------------------------------------------------------------------------------- requests
 

@@ -32,6 +32,9 @@ from detjax.server.turns import PauseMode
 _WRITTEN_AT_ONCE = 8 << 20
 """Bytes: each piece of a body has 64 kB, and each write takes a thread."""
 
+_MOST_BYTES_A_WEIGHT, _HEADER_BYTES = 4, 16 << 20
+"""An update has no more bytes than the model's weights in float32, and room for names."""
+
 
 class StartWeightUpdateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /start_weight_update, with vLLM's name and two more.
@@ -60,12 +63,13 @@ class StartWeightUpdateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_on
 class WeightUpload:
     """The files of one update, in a folder that is removed with it."""
 
-    def __init__(self, *, version: int | None, mode: PauseMode):
-        """Nothing has come."""
-        self.version, self.mode = version, mode
+    def __init__(self, *, version: int | None, mode: PauseMode, most_bytes: int):
+        """Nothing has come. All bodies together may have `most_bytes`."""
+        self.version, self.mode, self._most_bytes = version, mode, most_bytes
         self.folder = Path(tempfile.mkdtemp(prefix="detjax-weights-"))
         self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._file_of: dict[str, str] = {}
+        self._bytes_of: dict[Path, int] = {}
         self._num_files = self.num_coming = 0
 
     async def add(self, parts: AsyncIterator[bytes], *, most_s: float) -> tuple[Sequence[str], int]:
@@ -76,14 +80,14 @@ class WeightUpload:
             most_s: Seconds that each may take to arrive.
 
         Raises:
-            RefusedError: If it is no whole file of safetensors, or has a tensor that came before.
-                Nothing of it is kept.
+            RefusedError: If it is no whole file of safetensors, has a tensor that came before, or
+                has more bytes than the model can need. Nothing of it is kept.
         """
         path = self.folder / f"part{self._num_files}.safetensors"
         self._num_files += 1
         self.num_coming += 1
         try:
-            num_bytes = await _write(path, parts, most_s)
+            num_bytes = await _write(path, self._counted(path, parts), most_s)
             names = await asyncio.to_thread(_names_in, path)
             if twice := sorted(self._file_of.keys() & set(names)):
                 raise RefusedError(
@@ -93,11 +97,25 @@ class WeightUpload:
                 )
         except BaseException:
             path.unlink(missing_ok=True)
+            self._bytes_of.pop(path, None)
             raise
         finally:
             self.num_coming -= 1
         self._file_of |= dict.fromkeys(names, path.name)
         return names, num_bytes
+
+    async def _counted(self, path: Path, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The parts of a body that goes to a file, as long as there is room."""
+        async for part in parts:
+            self._bytes_of[path] = self._bytes_of.get(path, 0) + len(part)
+            if sum(self._bytes_of.values()) > self._most_bytes:
+                raise RefusedError(
+                    f"this update has more than {self._most_bytes} bytes, which are the model's "
+                    "weights in float32 and room for names; send each tensor once",
+                    status=413,
+                    code="body_too_large",
+                )
+            yield part
 
     def complete(self) -> None:
         """Write the index of the files, with which they are a folder of weights."""
@@ -120,7 +138,11 @@ class WeightUploads:
         version = version_of(asked.weight_version)
         if self._upload is not None and self._upload.num_coming:
             raise _busy("tensors of the update that was begun before still come")
-        upload = WeightUpload(version=version, mode=PauseMode(asked.mode))
+        num_params = self._service.model.engine.num_params
+        upload = WeightUpload(
+            version=version, mode=PauseMode(asked.mode),
+            most_bytes=num_params * _MOST_BYTES_A_WEIGHT + _HEADER_BYTES,
+        )  # fmt: skip
         try:
             self._control.check_update(upload.folder, version=version)
         except BaseException:

@@ -97,6 +97,18 @@ def push(client: httpx.Client, tensors: dict[str, np.ndarray], count: int = 1) -
     return response.json()
 
 
+def test_more_bytes_than_the_model_has_are_refused_and_take_no_room(client):
+    assert start(client).status_code == 200
+    most = 4 * 1_000_000 + (16 << 20)  # the model has fewer weights
+    for _ in range(2):
+        response = client.post("/update_weights", content=b"0" * most, headers=BINARY)
+        assert response.status_code == 413, response.text
+        assert response.json()["error"]["code"] == "body_too_large"
+    for part in in_parts(tensors_of(1), 2):
+        assert send(client, part).status_code == 200
+    assert finish(client).status_code == 200
+
+
 @pytest.mark.invariance
 def test_weights_that_were_sent_answer_as_those_of_a_folder(server, client, tmp_path):
     tensors = tensors_of(1)
