@@ -59,6 +59,7 @@ def test_prompts_have_adapters_of_their_own_and_are_the_same_in_other_runs(
     assert "receipt 2 was made with the adapter" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_names_and_folders_that_cannot_be_are_refused(capsys, tmp_path, folders):
     sea = folders["sea"]
     assert read_lora_modules([f"a={sea}", json.dumps({"name": "b", "path": str(sea)})]) == {

@@ -331,6 +331,7 @@ def test_without_a_folder_of_a_build_all_is_asked_again(cache_folder):
     assert question.num_asked == 2
 
 
+@pytest.mark.slow
 def test_whether_kernels_take_a_model_is_asked_once(of_build, monkeypatch):
     """By two processes, as far as the cache of this one is what would tell them apart."""
     config = dummy_config(hidden_size=256, num_heads=2, num_kv_heads=1, head_dim=128)
@@ -452,6 +453,7 @@ print(json.dumps([sorted(set(log)), len(log), answer.digest()]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_reads_what_another_kept(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     found = []
@@ -467,6 +469,7 @@ def test_a_process_reads_what_another_kept(tmp_path):
     assert got == want
 
 
+@pytest.mark.slow
 def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch):
     """What is kept is named again, by the code as it is by then."""
     asked: list[int | None] = []

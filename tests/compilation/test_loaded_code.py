@@ -43,6 +43,7 @@ def hash_in_a_process(root: str, before: str = "", **env: str) -> str:
     return found.stdout.strip()
 
 
+@pytest.mark.slow
 def test_processes_that_run_the_same_have_the_same_hash():
     """Whatever the seed of their sets, what they have imported before, and what they have run."""
     used = (
@@ -57,6 +58,7 @@ def test_processes_that_run_the_same_have_the_same_hash():
     assert len(first.result()) == 64
 
 
+@pytest.mark.slow
 def test_a_constant_that_a_process_has_set_counts_in_it():
     changed = "import detjax.compilation.source as s\ns.TOOLCHAIN = ('another',)"
     plain = hash_in_a_process(ROOT)

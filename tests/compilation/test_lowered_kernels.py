@@ -103,6 +103,7 @@ def as_here(jitted, operands) -> str:
     return program.as_text()
 
 
+@pytest.mark.quick_cases("<lambda>")
 @pytest.mark.parametrize("make", [lambda: (norm_and_products(), OF_NORM), decode_step])
 def test_a_program_is_that_of_jax_when_its_kernels_are_kept_too(make, asked):
     expected = as_jax_has_it(*make())
@@ -120,6 +121,7 @@ def test_a_program_is_that_of_jax_when_its_kernels_are_kept_too(make, asked):
     assert len(asked) == 3 * count
 
 
+@pytest.mark.slow
 def test_another_program_lowers_what_is_new_alone(asked):
     lower(*decode_step(2), CUDA)
     first = list(asked)

@@ -9,6 +9,7 @@ from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.programs import plain_key, programs_for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "is_allowed"), [("invariant", False), ("fast", True)])
 def test_a_compiled_program_knows_whether_a_rounding_may_be_left_out(mode, is_allowed):
     """Read from the program itself, which carries the options that it was compiled with."""

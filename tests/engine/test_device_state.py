@@ -121,6 +121,7 @@ def test_what_a_call_raises_stops_the_engine_and_a_reset_starts_it_again(num_cal
     assert made.generate([ASKED]) == [alone()]
 
 
+@pytest.mark.quick_cases("False")
 @pytest.mark.parametrize("is_settled", [True, False])
 def test_weights_may_go_when_nothing_is_left_to_do(monkeypatch, is_settled):
     """The step behind an end that a consumer decides is to be called then; the control's is not."""

@@ -113,6 +113,7 @@ def test_a_head_of_nans_changes_no_bit(model, programs, plain, head):
         head.put_weights_back(host)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_several_tokens_a_launch_and_drafts_that_stop_and_begin_again_change_no_bit(engine):
     asked = [
@@ -127,6 +128,7 @@ def test_several_tokens_a_launch_and_drafts_that_stop_and_begin_again_change_no_
     assert made.stats().decode_tokens > 60
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_drafts_go_on_after_preemption_a_found_prefix_sleep_and_other_weights(engine):
     prompt = tuple(int(t) for t in np.random.default_rng(1).integers(0, VOCAB, 140))
@@ -161,6 +163,7 @@ def test_a_head_beside_logprobs_of_a_prompt_changes_no_bit(engine):
     assert actual[0].top_logprobs == expected[0].top_logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("kind", "acceptance"), [("right", 1.0), ("late", 0.3), ("half", 0.6), ("wrong", 0.0)]
@@ -311,6 +314,7 @@ def windows_of(made: Engine) -> list[tuple[list[int], int]]:
     return list(zip(drafts, committed, strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm_before_residual", "tp"),
     [(False, 1), pytest.param(True, 1, marks=SLOW), pytest.param(False, 2, marks=SLOW)],
@@ -347,6 +351,7 @@ def test_drafts_are_those_of_the_head_on_the_whole_text(norm_before_residual, tp
     assert num_known > 128 + 10 and len(counts) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefill", "verify"])
 def test_a_step_without_a_head_is_the_same_program(model, programs, kind):
     key = plain_key(kind, rows=2, length=WINDOW, table_len=3)

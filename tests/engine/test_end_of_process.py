@@ -100,11 +100,13 @@ def ended_at_work(how: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_daemon_thread_reads_a_result():
     run = ended_at_work("held")
     assert (run.returncode, run.stdout, run.stderr) == (3, "outside\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_a_daemon_thread_that_nothing_waits_for_ends_it_by_a_signal():
     run = ended_at_work("alone")

@@ -525,6 +525,7 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
     assert made.stats().num_pages_held == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_outgrows_the_cache_fails_alone():
     made = engine(num_pages=4)
     bad = add(made, request(1, 40, max_tokens=60))
@@ -696,6 +697,7 @@ def test_two_async_engines_on_one_engine_lose_no_output():
 # -------------------------------------------------------------------------------------- completions
 
 
+@pytest.mark.slow
 def test_each_completion_is_told_once_when_its_sequence_has_ended():
     """With the logprobs of its prompt, of sequences that are not returned as well."""
     made, told, num_tokens = engine(), [], []

@@ -133,6 +133,7 @@ ENDED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases("1.0-bad_words", "1.0-stop_token_ids")
 @pytest.mark.parametrize("name", ENDED)
 @pytest.mark.parametrize("temperature", quick_and_slow([1.0], [0.0]))
 def test_a_form_that_is_complete_ends_whatever_the_masks_say(llm, name, temperature):
@@ -178,6 +179,7 @@ def test_a_form_with_masks_ends_or_fails_for_want_of_a_token_inside_it(grammars,
             break
 
 
+@pytest.mark.slow
 def test_masks_beside_a_form_are_those_of_a_request_without_one(llm):
     """The host computes the one, a device program the other."""
     readable = tuple(i for i in range(2, VOCAB) if TOKENIZER.token_bytes(i).isascii())

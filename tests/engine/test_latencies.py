@@ -3,6 +3,8 @@
 
 import time
 
+import pytest
+
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
@@ -17,6 +19,7 @@ def engine() -> Engine:
     )
 
 
+@pytest.mark.slow
 def test_latencies_are_what_was_waited_for_compiling_included():
     made = engine()
     request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3))
@@ -30,6 +33,7 @@ def test_latencies_are_what_was_waited_for_compiling_included():
     assert stats.between_tokens_s.count == 2
 
 
+@pytest.mark.slow
 def test_what_is_compiled_while_requests_wait_is_named(monkeypatch):
     made, told = engine(), []
     get = made.programs.get

@@ -31,6 +31,7 @@ def of_sizes(sizes: dict[str, int], backend: Backend) -> LoadedModel:
     return dataclasses.replace(made, config=config, params=params, backend=backend)
 
 
+@pytest.mark.quick_cases("sizes1-Backend.SM90-1024-512-1")
 @pytest.mark.parametrize(
     ("sizes", "backend", "batch_size", "max_tokens", "steps"),
     [
@@ -48,6 +49,7 @@ def test_several_tokens_a_launch_where_the_host_is_the_limit(
     assert quickest_decode_steps(model, batch_size=batch_size, max_tokens=max_tokens) == steps
 
 
+@pytest.mark.quick_cases("sizes3-Backend.SM90-1-1")
 @pytest.mark.parametrize(
     ("sizes", "backend", "decode_steps", "ahead"),
     [

@@ -597,6 +597,7 @@ def test_static_scales_that_no_product_takes_are_refused(tmp_path, value, messag
         opened(folder, mode="w8a8")
 
 
+@pytest.mark.slow
 def test_the_bound_of_fbgemm_limits_the_peak_of_a_row(tmp_path):
     folder = w8a8_folder(tmp_path, "fp8-dynamic")
     want = digests(opened(folder, mode="w8a8"))
@@ -681,6 +682,7 @@ def test_weights_that_a_kernel_refuses_are_refused_when_they_are_loaded(
             opened(tmp_path / "q", mode="w8a8")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
 def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, monkeypatch, scheme):

@@ -56,6 +56,7 @@ CASES = quick_and_slow(
 )
 
 
+@pytest.mark.quick_cases("fast-around")
 @pytest.mark.parametrize("config", [NORMS_AFTER, NORMS_AROUND], ids=["after", "around"])
 @pytest.mark.parametrize("mode", ["invariant", "fast"])
 def test_a_program_with_norms_after_lowers_to_the_same_text(config, mode):
@@ -77,6 +78,7 @@ def test_a_program_lowers_to_the_same_text_whether_its_taps_are_seen(kind, rows,
     assert len({tap for tap, _ in taps.seen}) == len(taps.seen)
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_another_operation_changes_the_text():
     key = plain_key("decode", rows=2, table_len=2)

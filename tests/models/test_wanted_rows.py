@@ -82,6 +82,7 @@ CASES = quick_and_slow(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(("tp", "counts", "length", "changes"), CASES)
 def test_the_wanted_tokens_are_bitwise_batch_invariant_and_path_consistent(
@@ -98,6 +99,7 @@ def test_the_wanted_tokens_are_bitwise_batch_invariant_and_path_consistent(
     assert_bitwise_equal(pages_of_few, pages, claim="keys and values of every token")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_without_claims_the_wanted_tokens_have_other_bits():
     made = model(1, is_wide=True)

@@ -683,6 +683,7 @@ def fixture_random_tensors_of():
     }
 
 
+@pytest.mark.slow
 def test_random_weights_have_the_scale_they_say():
     config = dataclasses.replace(SMALL, hidden_size=256, intermediate_size=512, vocab_size=512)
     params = random_params(config, mesh_of(1, 2), seed=1, dtype="float32", vocab_block=BLOCK)

@@ -77,6 +77,7 @@ SLOW = pytest.mark.slow
 # On a CPU.
 
 
+@pytest.mark.quick_cases("2048-llama3_8b-None")
 @pytest.mark.parametrize(
     ("layout", "window"),
     quick_and_slow(
@@ -217,6 +218,7 @@ FUSED: tuple[dict[str, Any], ...] = (
 """Ways to do a decode step in one kernel, or in two."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param(options, marks=() if i == 5 else SLOW) for i, options in enumerate(FUSED)],
@@ -245,6 +247,7 @@ def attend_at_ends(keys_at_once: int, num_compute: int = 1) -> np.ndarray:
     return np.asarray(out)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("keys_at_once", quick_and_slow([32], [64]))
 def test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant(keys_at_once):
@@ -311,6 +314,7 @@ def check_against_portable(
     assert (a[positions < 0] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels", "window"),
     [
@@ -329,6 +333,7 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
     )
 
 
+@pytest.mark.quick_cases("verify-window")
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels", "window"),
     [
@@ -373,6 +378,7 @@ def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, gro
     check_against_portable(positions, kv_heads=kv_heads, group=group, channels=channels, run=run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("channels", "window"), quick_and_slow([(96, 200)], [(64, None)]))
 def test_prefill_agrees_with_portable(channels, window):
     steps = np.arange(70)

@@ -133,6 +133,7 @@ def one_cta(monkeypatch):
     matmul.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", quick_and_slow((2,), (4, 8)))
 def test_row_parallel_sums_are_bitwise_mesh_invariant(tp, one_cta):
@@ -225,6 +226,7 @@ def config_of(**changes) -> ModelConfig:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sm90_takes_float32_with_bfloat16_weights_alone():
     take = functools.partial(why_unsupported, backend=Backend.SM90)
     assert take(config_of(), PROFILE, tp=1) is None

@@ -279,6 +279,7 @@ def of_one_leaf(tiles):
     return dataclasses.replace(tiles, groups=1)
 
 
+@pytest.mark.quick_cases("flat_groups")
 @pytest.mark.parametrize("name", quick_and_slow(("tall", "flat_groups"), TREE_VARIANTS))
 def test_tree_in_interpret_mode_equals_leaves_folded(name):
     """Interpret mode's wgmma is not the tensor core's, but its tree is the kernel's."""
@@ -388,6 +389,7 @@ def residual_added(sums, residual, bias=None):
     return jnp.asarray(np.asarray(residual, np.float32) + total).astype(jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "cols"), quick_and_slow(((5, 8),), ((1, 8), (8, 8), (16, 16), (40, 40)))
 )
@@ -405,6 +407,7 @@ def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
         assert_bitwise_equal(out, want, claim="the tree, then bias, then residual, one rounding")
 
 
+@pytest.mark.quick_cases("gated-3")
 @pytest.mark.parametrize("num_rows", quick_and_slow((3,), (8,)))
 @pytest.mark.parametrize(
     "name", quick_and_slow(("one_warpgroup", "gated", "copied"), HELD_VARIANTS)
@@ -423,6 +426,7 @@ def test_a_product_that_normalises_in_interpret_mode(name, num_rows, one_cta):
     assert_bitwise_equal(out, want, claim=f"{name}: normalised in the product's prologue")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", quick_and_slow((896,), (2560,)))
 def test_chunks_of_a_normalised_row_in_interpret_mode(width, one_cta):
     """One channel a thread, and four."""
@@ -456,6 +460,7 @@ def test_gated_tiles_in_turn_in_interpret_mode(one_cta):
     assert_rounded(out, gated_in_float64(x, w))
 
 
+@pytest.mark.slow
 def test_residual_in_a_slot_in_interpret_mode(one_cta):
     """Residual and output pass through the ring: the same bits as through memory of their own."""
     x, w = operands(200, 192, 8 * 64)
@@ -521,6 +526,7 @@ def test_tiles_refuse_nonsense():
         lower_for_hopper(product(TALL), struct((8, 1024)), gain, w)
 
 
+@pytest.mark.slow
 def test_chosen_tiles_fit():
     """Every choice divides a leaf and fits in shared memory, whatever M is."""
     for shape in GPU_SHAPES:

@@ -190,6 +190,7 @@ def test_a_rank_cuts_its_experts_as_one_device_cuts_all(shape):
     assert any(others)  # the number of ranks decides it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_layer_says_how_many_ranks_share_its_experts(monkeypatch, tp):
     """Eight experts, so that the router is padded: routing is told their number too."""
@@ -404,6 +405,7 @@ def router_logits(num_rows: int, num_experts: int) -> np.ndarray:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "num_experts"),
     quick_and_slow([(3, 8)], [(3, 16), *((m, e) for m in (1, 8, 64) for e in (8, 16))]),

@@ -43,6 +43,7 @@ def _assert_within(got, want: np.ndarray, bound, claim: str) -> None:
     assert (error <= bound).all(), f"{claim}: {(error / bound).max():.2f} of the bound"
 
 
+@pytest.mark.quick_cases("stories260k_down")
 @pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda s: s.name)
 def test_linear_is_within_its_bound(shape):
     x, w = _draw(0, 2, shape.k_len), _draw(1, 64, shape.k_len)
@@ -94,6 +95,7 @@ def test_rope_is_within_its_bound(name):
     _assert_within(got, exact, 3 * U * magnitude, name)  # two products and a sum
 
 
+@pytest.mark.quick_cases("llama2")
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_log_sum_exp_is_within_its_bound(name):
     vocab_size = VOCABULARIES[name]
@@ -120,6 +122,7 @@ def test_embed_moves_bits(name):
     assert_bitwise_equal(got, table[[0, 63, 5]], claim=f"{name} of {vocab_size} rows")
 
 
+@pytest.mark.quick_cases("novels_6m-100")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_attention_is_within_its_bound(name, window):

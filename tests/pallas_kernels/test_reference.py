@@ -480,6 +480,7 @@ def test_attention_of_float32_is_within_float32_of_float64():
         assert np.abs(np.asarray(found[0, t, h]) - exact).max() < 2.0**-20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"batch_size": 5, "prefill_chunk": 17}, {"batch_size": 3, "tp": 2}]
 )
@@ -556,12 +557,14 @@ def requests():
     return mixed_requests(7, vocab_size=320, max_tokens=5)
 
 
+@pytest.mark.quick_cases("7-17")
 @pytest.mark.parametrize(("batch_size", "prefill_chunk"), [(3, 64), (7, 17)])
 def test_answers_do_not_depend_on_batch_and_chunks(model, alone, batch_size, prefill_chunk):
     got = answers(model, requests(), batch_size=batch_size, prefill_chunk=prefill_chunk)
     assert [a.digest() for a in got] == alone
 
 
+@pytest.mark.slow
 def test_answers_of_experts_depend_neither_on_batch_nor_on_mesh():
     config = dummy_config(num_kv_heads=2, experts=(8, 2))
     expected = None
@@ -575,12 +578,14 @@ def test_answers_of_experts_depend_neither_on_batch_nor_on_mesh():
         assert got == expected
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_mesh(alone):
     on_two = dummy_model(dummy_config(num_kv_heads=2), backend=Backend.REFERENCE, tp=2)
     got = answers(on_two, requests(), batch_size=3)
     assert [a.digest() for a in got] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_portable_answers_differ(alone):
     got = answers(dummy_model(dummy_config(num_kv_heads=2)), requests(), batch_size=3)

@@ -101,6 +101,7 @@ def test_combine_refuses_leaves_that_are_no_tree():
         )
 
 
+@pytest.mark.quick_cases("1-128-bfloat16")
 @pytest.mark.parametrize("dtype", quick_and_slow((BF16,), (F32,)))
 @pytest.mark.parametrize(
     ("num_rows", "width"),

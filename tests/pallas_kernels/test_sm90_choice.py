@@ -172,6 +172,7 @@ def test_the_choice_is_that_of_all_noise(parts, monkeypatch):
     assert moved > 20, "the probe: noise decides"
 
 
+@pytest.mark.quick_cases("MAX_NOISE")
 @pytest.mark.control
 @pytest.mark.parametrize("bound", ("MAX_NOISE", "LOG_2_32"))
 def test_control_a_bound_that_is_too_small_chooses_other_tokens(bound, monkeypatch):

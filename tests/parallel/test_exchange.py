@@ -97,6 +97,7 @@ def one_rank(k_len: int, num_rows: int):
     return on_ranks(1, butterfly(1), *operands(k_len, num_rows))
 
 
+@pytest.mark.quick_cases("4-384-8")
 @pytest.mark.invariance
 @pytest.mark.parametrize(("k_len", "num_rows"), SIZES)
 @pytest.mark.parametrize("tp", quick_and_slow((4,), (1, 2, 8)))
@@ -146,6 +147,7 @@ def norm_on_ranks(tp: int, x, w, residual, gain):
     return jax.tree.map(np.asarray, jax.jit(step)(x, w, residual, gain))
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", quick_and_slow((8,), (2,)))
 def test_the_choice_by_rows_is_bitwise_batch_invariant(tp):

@@ -146,6 +146,7 @@ def test_no_mutant_of_a_signed_receipt_passes(tmp_path):
     assert passed and all(of.are_true(passed))
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_without_making_receipts_again_mutants_pass(monkeypatch):
     """The comparison of tokens and logprobs alone, and none at all."""

@@ -28,6 +28,7 @@ def answer(llm: detjax.LLM):
     return llm.generate("The old house", SAMPLING)[0].outputs[0]
 
 
+@pytest.mark.slow
 def test_a_receipt_names_the_weights_that_made_the_answer(llm):
     old = answer(llm)
     before = llm.receipt(old)
