@@ -110,6 +110,7 @@ def ask(made: Engine, rng: np.random.Generator, count: int) -> int:
     return num_asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "count"),
     quick_and_slow(

@@ -86,6 +86,7 @@ def served(mode: str, num_deterministic: int) -> tuple[Engine, dict[int, list[tu
     return made, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_deterministic", quick_and_slow([NUM], [1]))
 def test_a_drafted_sequence_costs_its_verifications_and_no_more(num_deterministic):
     """Of launches, and of what the host sends for them."""

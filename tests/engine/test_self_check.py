@@ -239,6 +239,7 @@ def test_no_fault_no_difference_and_the_same_bits(evidence):
     assert not evidence.exists() and checked.self_check_error == ""
 
 
+@pytest.mark.slow
 def test_a_start_checks_what_is_there_while_others_compile(evidence, monkeypatch):
     made, has_checked = make_engine(decode_lens=(128,)), threading.Event()
     run_check, compile_plain = made._runner._ready.run_check, made.programs._compile

@@ -79,6 +79,7 @@ def test_weights_of_a_folder_and_sleep_have_the_bits_of_a_fresh_engine(tmp_path,
     )
 
 
+@pytest.mark.slow
 def test_an_engine_at_work_neither_sleeps_nor_changes(tmp_path):
     folder = write_model_folder(tmp_path / "first", LLAMA, scale=0.2)
     llm = opened(folder)

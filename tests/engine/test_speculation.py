@@ -307,6 +307,7 @@ def test_a_draft_outside_the_vocabulary_ends_its_sequence_alone(engine, plain, t
 # ---------------------------------------------------------------------------------------- control
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_committing_drafts_unseen_gives_other_bits(
     engine, model, draft, plain, monkeypatch

@@ -137,6 +137,7 @@ def test_structured_answers_are_bitwise_schedule_invariant(ways):
     assert [g.outputs[0].digest() for g in got] == [w.digest() for w in want]
 
 
+@pytest.mark.slow
 def test_a_small_model_ends_its_json_instead_of_writing_spaces():
     """With any space, the control, the bundled model writes it up to `max_tokens`."""
     fields = {"ok": {"type": "boolean"}, "digit": {"enum": [1, 2, 3]}}

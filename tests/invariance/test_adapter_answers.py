@@ -79,6 +79,7 @@ def expected() -> list[Completion]:
     ]
 
 
+@pytest.mark.slow
 def test_probe_depends_on_order_and_every_adapter_changes_answers():
     one = adapters()[1].tensors[0, "down"]
     a = np.asarray(one.a, np.float32)
@@ -92,6 +93,7 @@ def test_probe_depends_on_order_and_every_adapter_changes_answers():
     assert len({done.digest() for done in lone_engine().generate(asked)}) == len(shas)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_answers_do_not_depend_on_the_adapters_in_the_batch():
     """All at once, in two orders."""
@@ -105,6 +107,7 @@ def _reversed() -> list[Completion]:
     return [dataclasses.replace(one, request_idx=COUNT - 1 - one.request_idx) for one in expected()]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_rows_without_adapters_have_the_bits_of_a_model_without_room_for_them():
     plain = [one for one in requests() if not one.adapter]
@@ -188,6 +191,7 @@ def test_several_tokens_a_launch_change_no_bit():
     assert_same(engine.generate(requests()), expected(), "three tokens a launch")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_scores_of_a_prompt_are_those_of_its_decoding():
     engine = shared_engine()
@@ -218,6 +222,7 @@ def test_cached_prefixes_are_shared_within_an_adapter_alone():
     assert engine.stats().prefix_tokens == before + 3 * 128
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_pages_of_another_adapter_change_answers(monkeypatch):
     first, second = (adapter.sha256 for adapter in adapters()[:2])
@@ -242,6 +247,7 @@ def _merged(adapter: Adapter) -> LoadedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_a_merged_adapter_gives_other_bits():
     """What serving without a definition of adapters does: close, and never equal."""
@@ -254,6 +260,7 @@ def test_control_a_merged_adapter_gives_other_bits():
     assert all(abs(a - b) < 0.5 for a, b in first), "they compute the same function"
 
 
+@pytest.mark.slow
 def test_an_unloaded_adapter_is_refused_and_running_requests_go_on():
     engine = engine_of(batch_size=2)
     sha = adapters()[0].sha256

@@ -97,7 +97,7 @@ def run_round(
 @pytest.mark.parametrize(
     ("name", "modes"),
     [
-        ("dense", ("invariant",)),
+        pytest.param("dense", ("invariant",), marks=pytest.mark.slow),
         *(pytest.param(name, tuple(MODES), marks=pytest.mark.slow) for name in MODELS),
     ],
 )

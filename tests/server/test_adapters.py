@@ -82,6 +82,7 @@ def test_generate_takes_vllms_lora_request_for_all_prompts_or_for_each(lora_llm,
         lora_llm.load_adapter(root / "allowed" / "dora")
 
 
+@pytest.mark.slow
 def test_rows_of_the_model_alone_have_the_bits_of_a_model_without_room(expected, llm):
     plain = llm.generate(PROMPT, SAMPLING)[0].outputs[0]
     assert plain.digest() == expected["novels-6m"].digest()
@@ -174,6 +175,7 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
         assert no_key.status_code == 401
 
 
+@pytest.mark.slow
 def test_receipts_name_the_adapter_and_an_audit_needs_its_folder(server, root, tmp_path, capfd):
     with server.client() as client:
         lines = [

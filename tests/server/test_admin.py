@@ -222,6 +222,7 @@ def assert_refused(argv: list[str], says: str) -> None:
 # ---------------------------------------------------------------------------------------- weights
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_an_update_answers_as_a_fresh_server_with_these_weights(server, root, expected, tmp_path):
     with server.client() as client:
