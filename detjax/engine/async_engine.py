@@ -102,6 +102,11 @@ class StepsRequests(Protocol):
         ...
 
     @property
+    def num_params(self) -> int:
+        """Weights of the model, tied embeddings once."""
+        ...
+
+    @property
     def weight_version(self) -> int:
         """Of the weights that compute now, which outputs carry."""
         ...

@@ -360,6 +360,11 @@ class ReplicatedEngine:
         return self._engine.self_check_error
 
     @property
+    def num_params(self) -> int:
+        """As `Engine` has it."""
+        return self._engine.num_params
+
+    @property
     def weight_version(self) -> int:
         """As `Engine` has it."""
         return self._engine.weight_version
