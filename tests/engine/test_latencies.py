@@ -51,6 +51,7 @@ def test_what_is_compiled_while_requests_wait_is_named(monkeypatch):
     assert made.stats().compiling == ""
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_in_no_latency():
     made = engine()
     request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=3))

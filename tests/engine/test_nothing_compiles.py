@@ -140,6 +140,7 @@ def test_no_kind_of_request_compiles_a_program(changes, count):
         _PREPARED.append(made.programs)
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait(monkeypatch):
     # A command that another test ran in this process keeps programs from then on.
@@ -150,6 +151,7 @@ def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait(mo
     assert found.count >= made.programs.num_compiled > 4
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
     """Nothing that a request says is in the name of one."""
     made = engine(*_PREPARED)

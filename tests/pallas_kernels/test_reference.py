@@ -403,7 +403,7 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
         gate_up_bias=gate_up[:, :, 0], down_bias=down[:, :, 0],
         clamp=SwigluClamp(alpha=1.702, limit=7.0),
     )  # fmt: skip
-    biased = moe.expert_mlp(x, ids[:2], gate_up, down, first_expert=0, extras=extras, **ON)
+    biased = moe.expert_mlp(x[:2], ids[:2], gate_up, down, first_expert=0, extras=extras, **ON)
     bf16 = jnp.dtype(BF16)
     for m, r in np.ndindex(ids[:2].shape):
         e = ids[m, r]
@@ -557,7 +557,7 @@ def requests():
     return mixed_requests(7, vocab_size=320, max_tokens=5)
 
 
-@pytest.mark.quick_cases("7-17")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "prefill_chunk"), [(3, 64), (7, 17)])
 def test_answers_do_not_depend_on_batch_and_chunks(model, alone, batch_size, prefill_chunk):
     got = answers(model, requests(), batch_size=batch_size, prefill_chunk=prefill_chunk)
