@@ -91,7 +91,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="JSON lines with a `problem` or `question` each, for meshes")  # fmt: skip
     add("--tp", type=int, default=1, metavar="N",
         help="devices over which the servers of `throughput`, `shares`, `latency` and `windows` "
-        "run; rows name it (default: 1)")  # fmt: skip
+        "run, which the result names (default: 1)")  # fmt: skip
     add("--out", type=Path, help="folder for NAME.json, and NAME.png with matplotlib")
     add(
         "--parts",

@@ -30,6 +30,9 @@ from detjax.plots import SETTINGS
 WHOLE = "whole"
 """The piece of an experiment that is not cut."""
 
+LOAD_TP = "load_tp"
+"""Over how many devices the servers of loads ran; a file without it is of one."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Record:
@@ -60,14 +63,17 @@ class Record:
     def read(self, folder: Path) -> None:
         """Take the rows that an earlier run of this size left there.
 
-        Each row says its build, so they may be of several. A file of another GPU or size, or
-        without pieces, is left alone, which is said.
+        Each row says its build, so they may be of several. A file of another GPU, size or tp of
+        loads, or without pieces, is left alone, which is said.
         """
         path = folder / f"{self.name}.json"
         if not path.exists():
             return
         found = json.loads(path.read_text())
-        now = {"size": self.lab.size.value, "gpu": self.card["gpu"]}
+        now = {
+            "size": self.lab.size.value, "gpu": self.card["gpu"], LOAD_TP: self.lab.load_tp,
+        }  # fmt: skip
+        found.setdefault(LOAD_TP, 1)
         other = [f"{k}={found.get(k)!r}" for k, v in now.items() if found.get(k) != v]
         other += [] if all("part" in row for row in found["rows"]) else ["rows without pieces"]
         if other:
@@ -161,6 +167,7 @@ class Record:
             "title": result.title, "setting": result.setting,
             "findings": list(result.findings),
             "size": self.lab.size.value,
+            LOAD_TP: self.lab.load_tp,
         }  # fmt: skip
         document = found | self.card | {"rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -218,9 +225,10 @@ def joined(setting: str, more: str) -> str:
 def take_rows(path: Path, other: Path) -> int:
     """Put rows of another run into a written experiment, or take all where none is written.
 
-    Of the same kind of GPU and the same weights: the pieces that are missing. Of another kind of
-    GPU: rows that name it, in place of those there are of it and of the same pieces; those of
-    experiments whose sentences would not tell two kinds apart do not.
+    Of the same size and tp of loads alone. Of the same kind of GPU and the same weights: the pieces
+    that are missing. Of another kind of GPU: rows that name it, in place of those there are of it
+    and of the same pieces; those of experiments whose sentences would not tell two kinds apart do
+    not.
 
     Returns:
         How many were taken.
@@ -231,7 +239,7 @@ def take_rows(path: Path, other: Path) -> int:
         path.write_text(json.dumps(more, indent=1) + "\n")
         return len(more["rows"])
     found = json.loads(path.read_text())
-    if more["size"] != found["size"]:
+    if any(more.get(k, 1) != found.get(k, 1) for k in ("size", LOAD_TP)):
         return 0
     if more["gpu"] != found["gpu"]:
         taken = [row for row in more["rows"] if row.get("gpu") == more["gpu"]]

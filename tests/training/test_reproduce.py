@@ -175,7 +175,16 @@ def test_rows_of_another_gpu_or_without_pieces_are_not_resumed(make_record, tmp_
     other.card["gpu"] = "h"
     other.read(tmp_path)
     assert not other.rows and "gpu='g'" in capsys.readouterr().err
+    on_two = make_record("a", first=lambda: [])
+    on_two.lab = dataclasses.replace(on_two.lab, load_tp=2)
+    on_two.read(tmp_path)
+    assert not on_two.rows and "load_tp=1" in capsys.readouterr().err
     document = json.loads((tmp_path / "a.json").read_text())
+    del document["load_tp"]  # as before loads ran on several devices
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    again = make_record("a", first=lambda: [])
+    again.read(tmp_path)
+    assert len(again.rows) == 1
     del document["rows"][0]["part"]
     (tmp_path / "a.json").write_text(json.dumps(document))
     record.rows = []
