@@ -262,12 +262,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{KERNELS}/attention/portable.py",
-                old="    blocks_per_split = profile.attention_split // block\n",
-                new="    profile = __import__('dataclasses').replace(\n"
-                "        profile,\n"
-                "        attention_split=profile.attention_split // (2 if batch > 1 else 1),\n"
-                "    )\n"
-                "    blocks_per_split = profile.attention_split // block\n",
+                old="tile.fold_splits(profile.attention_split)",
+                new="tile.fold_splits(profile.attention_split // (2 if batch > 1 else 1))",
             ),
         ),
         tests=(f"{CLAIMS}::test_attention_is_bitwise_batch_invariant_past_a_split",),
@@ -331,7 +327,7 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{KERNELS}/attention/portable.py",
-                old="round_to(weights, q_ref.dtype)",
+                old="round_to(weights, self.dtype)",
                 new="weights",
             ),
         ),
