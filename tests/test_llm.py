@@ -139,6 +139,7 @@ def test_processes_of_a_job_do_not_draw_seeds_of_their_own(toy, monkeypatch):
         toy.generate("one", detjax.SamplingParams(temperature=1.0))
 
 
+@pytest.mark.slow
 def test_an_llm_of_loaded_weights_has_their_answers_and_a_timeline(toy):
     sizes = dataclasses.replace(toy.config.engine, batch_size=1, prefill_chunk=16)
     timeline = Trace()
@@ -264,6 +265,7 @@ def test_an_engine_refuses_stop_strings_which_it_cannot_see(toy):
         toy.engine.add_request((1,), sampling)
 
 
+@pytest.mark.slow
 def test_an_end_token_of_the_tokenizer_alone_ends_api_llm_and_command_alike(
     toy, folder, tmp_path, command
 ):
@@ -528,6 +530,7 @@ def test_the_command_sizes_its_engine_by_its_prompts(
     assert f"{2 * batch_size} pages" in err
 
 
+@pytest.mark.slow
 def test_a_check_frees_the_cache_of_a_run_before_the_next(folder, monkeypatch):
     """Two caches of the size that a GPU has room for would not fit."""
     alive: list[weakref.ref] = []

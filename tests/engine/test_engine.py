@@ -416,10 +416,11 @@ def own_model() -> LoadedModel:
     return dataclasses.replace(model(), params=jax.tree.map(jnp.copy, model().params))
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     "draft",
-    [{}, pytest.param({"mode": "dvr", "draft_weights": "int8"}, marks=pytest.mark.slow)],
+    [{}, {"mode": "dvr", "draft_weights": "int8"}],
 )
 def test_new_weights_answer_as_if_they_had_been_loaded(draft):
     """No page of the old weights is used; the control keeps them and gives another answer."""

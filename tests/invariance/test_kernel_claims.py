@@ -727,6 +727,7 @@ def whole(name: str) -> np.ndarray:
     return np.asarray(jitted(name)(*_cases_cache()[name].rows))
 
 
+@pytest.mark.quick_cases("attention", "linear")
 @pytest.mark.invariance
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_bitwise_run_invariant(name):

@@ -66,6 +66,7 @@ def plain() -> list[Completion]:
     return plain_answers()
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_prompts_of_one_seed_begin_independently(model, plain):
     """At the highest temperature draws are uniform, and five of 32 alike are rarer than 1e-4."""

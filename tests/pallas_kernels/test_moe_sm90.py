@@ -471,17 +471,18 @@ def tiles_of(operands: OperandType, tiles: MlpTiles) -> MlpTiles:
     return dataclasses.replace(tiles, gate_up=product(tiles.gate_up), down=product(tiles.down))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operands", "name", "num_rows", "first", "num_local"),
     [
         (OperandType.FLOAT8_BLOCKS, "few", 3, 1, 2),
         *(
-            pytest.param(operands, *case, marks=pytest.mark.slow)
+            (operands, *case)
             for operands, case in itertools.product(
                 EIGHT_BITS, (("placed_8", 9, 1, 2), ("sorted_24", 63, 0, 4), ("tall", 40, 0, 2))
             )
         ),
-        pytest.param(OperandType.INT8, "few", 3, 1, 2, marks=pytest.mark.slow),
+        (OperandType.INT8, "few", 3, 1, 2),
     ],
 )
 def test_interpreted_experts_of_8_bits_agree_with_portable(
