@@ -150,6 +150,7 @@ def test_requests_may_come_at_any_time_and_each_gets_its_own_answer():
         assert_canonical(of_request(outputs, request_id), one)
 
 
+@pytest.mark.slow
 def test_tokens_are_released_one_by_one_in_invariant_mode_and_by_windows_in_dvr():
     asked = request(max_tokens=24)
     for mode, most in (("invariant", 1), ("dvr", 6)):

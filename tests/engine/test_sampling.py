@@ -224,6 +224,7 @@ def _kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {int(t) for t in order[kept]}
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 10_000),

@@ -152,6 +152,7 @@ def test_answers_with_adapters_are_bitwise_mesh_invariant(dp, tp):
     assert_same(got, expected(), f"(dp, tp) = {dp, tp}")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_prefill_of_an_answer_gives_the_bits_of_its_decoding():
     asked = requests()[:4]
@@ -210,6 +211,7 @@ def _same_prompt(*shas: str) -> list[Request]:
     return [Request(prompt_token_ids=ids, sampling=sampling, adapter=sha) for sha in shas]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_cached_prefixes_are_shared_within_an_adapter_alone():
     first, second = (adapter.sha256 for adapter in adapters()[:2])

@@ -88,6 +88,7 @@ def assert_same(got: list[Completion], want: list[Completion], claim: str) -> No
         assert_bitwise_equal(np.stack(g.logprobs), np.stack(w.logprobs), claim=where)
 
 
+@pytest.mark.slow
 @EVERY
 def test_probe_depends_on_order(case):
     layer = model(case).params["layers"][0]
@@ -97,6 +98,7 @@ def test_probe_depends_on_order(case):
     assert len({c.token_ids for c in alone(case)}) > 5
 
 
+@pytest.mark.slow
 @EVERY
 def test_batch_and_schedule_change_nothing(case):
     """Eight requests at once hit the prefix cache the second time."""
@@ -105,6 +107,7 @@ def test_batch_and_schedule_change_nothing(case):
     assert_same(engine.generate(requests()[::-1])[::-1], alone(case), f"{case} from the cache")
 
 
+@pytest.mark.slow
 @EVERY
 def test_prefill_and_decode_have_the_same_bits(case):
     """An answer's logprobs, greedy ones, are those of its text as a prompt."""
@@ -175,6 +178,7 @@ def test_the_step_computes_in_kernels_alone(case):
     assert float_arithmetic_outside_kernels(function, *operands) == []
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen(monkeypatch):
     """The comparison of the batch, on its model and its requests, finds other bits."""

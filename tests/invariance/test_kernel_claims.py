@@ -11,7 +11,7 @@ import inspect
 import itertools
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -708,6 +708,21 @@ def _run(call, rows, *, program: str = "run") -> np.ndarray:
 
 
 NAMES = tuple(_cases_cache())
+COMPOSED = (
+    "norm_linear_swiglu", "linear_add_rms_norm", "combine_add_rms_norm", "combine_norm_linear",
+    "stats_and_choice", "choose_token", "rope_into_cache", "rope_attention", "expert_mlp",
+    "route_mlp", "route_mlp_add_rms_norm", "combine_experts_add_rms_norm",
+    "combine_experts_norm_linear",
+)  # fmt: skip
+"""Made of the others, or compiled for long: the slow suite has them."""
+
+
+def every(names: Iterable[str] = NAMES) -> pytest.MarkDecorator:
+    """A test of each kernel."""
+    quick = [name for name in names if name not in COMPOSED]
+    return pytest.mark.parametrize("name", quick_and_slow(quick, names))
+
+
 SAME_ON_EVERY_RANK = (
     "stats_and_choice", "choose_token", "nucleus_sums", "combine_add_rms_norm", "linear_add",
     "linear_add_rms_norm", "expert_mlp",
@@ -738,7 +753,7 @@ def test_kernel_is_bitwise_run_invariant(name):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("counts", quick_and_slow([ROW_COUNTS], [MORE_ROW_COUNTS]), ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@every()
 def test_kernel_is_bitwise_batch_invariant(name, counts):
     case = _cases_cache()[name]
     for count in counts:
@@ -762,7 +777,7 @@ def _extreme(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@every()
 def test_kernel_is_bitwise_path_consistent(name):
     """One row inside another program, fused with whatever the compiler likes around it."""
     case, dtype = _cases_cache()[name], whole(name).dtype
@@ -779,7 +794,7 @@ def test_kernel_is_bitwise_path_consistent(name):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", [n for n in NAMES if _cases_cache()[n].slices])
+@every([name for name in NAMES if _cases_cache()[name].slices])
 @pytest.mark.parametrize(
     ("ranks", "which"), quick_and_slow([(4, (3,))], [(2, (0, 1)), (4, (0, 1, 2)), (8, range(8))])
 )
@@ -1030,6 +1045,7 @@ def _token_rows() -> tuple:
     return a, b, jnp.asarray(LENGTHS, jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_token_sum_is_bitwise_run_invariant():
     rows = _token_rows()
@@ -1077,6 +1093,7 @@ def _attention_rows() -> tuple:
     return *heads, jnp.asarray(LENGTHS, jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_gradient_is_bitwise_run_invariant():
     rows = _attention_rows()

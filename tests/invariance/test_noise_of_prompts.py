@@ -87,13 +87,14 @@ def assert_same(actual: Completion, expected: Completion, what: str) -> None:
     assert_bitwise_equal(np.array(actual.logprobs), np.array(expected.logprobs), claim=what)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("config", "order"),
     [
         ({"batch_size": 1}, 1),
-        pytest.param({"batch_size": 8, "prefill_chunk": 16}, -1, marks=pytest.mark.slow),
-        pytest.param({"mode": "dvr", "verify_window": 4}, -1, marks=pytest.mark.slow),
+        ({"batch_size": 8, "prefill_chunk": 16}, -1),
+        ({"mode": "dvr", "verify_window": 4}, -1),
     ],
     ids=["alone", "other company", "dvr"],
 )
@@ -107,6 +108,7 @@ def test_equal_requests_have_equal_answers(model, plain, config, order):
         assert_same(twice[i + len(some)], want, "asked again")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen_in_equal_answers(model, plain, monkeypatch):
     """Where the order of a sum follows the launch, other company gives other logprobs."""

@@ -333,17 +333,15 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
     )
 
 
-@pytest.mark.quick_cases("verify-window")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels", "window"),
     [
         pytest.param([[1300], [-1], [5]], 2, 8, 64, None, id="decode"),
-        pytest.param([[700], [1290]], 1, 8, 64, 128, id="decode-window", marks=SLOW),
-        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd", marks=SLOW),
+        pytest.param([[700], [1290]], 1, 8, 64, 128, id="decode-window"),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd"),
         pytest.param([[510, 511, 512], [5, 6, -1]], 2, 4, 64, 128, id="verify-window"),
-        pytest.param(
-            np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill", marks=SLOW
-        ),
+        pytest.param(np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill"),
     ],
 )
 def test_sinks_agree_with_portable(positions, kv_heads, group, channels, window):

@@ -88,6 +88,7 @@ def test_keys_and_values_leave_the_l2_first(count_hints, batch, num_pages, count
     assert count_hints(fn, *shapes) == count
 
 
+@pytest.mark.slow
 def test_without_hints_there_are_none(count_hints, monkeypatch):
     monkeypatch.setattr(sm90_cache_hints, "HINTS", False)
     for fn, shapes in (product(8), attend(8)):

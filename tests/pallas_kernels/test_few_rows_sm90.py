@@ -63,6 +63,7 @@ def one_cta(monkeypatch):
 # --- without a GPU ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live_rows", quick_and_slow((16,), (8, 32)))
 def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
     # Whole numbers: a CPU's product rounds by place, and what is tested is who is multiplied.

@@ -295,6 +295,7 @@ def test_attention_of_mixed_dtypes_is_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "query_len"), quick_and_slow([(2, 1)], [(64, 1), (1, 300)]))
 def test_attention_lowers(batch, query_len):
     shapes = (

@@ -155,6 +155,7 @@ def chosen(rows: np.ndarray, ids) -> np.ndarray:
     return np.take_along_axis(rows, np.asarray(ids)[:, :, None], axis=1)
 
 
+@pytest.mark.slow
 def test_an_expert_with_biases_has_the_bits_of_a_dense_layer_with_them():
     """Each row and expert alone: products with biases, and the gate between them."""
     x, ids = bf16(1, 5, D), jnp.asarray([[0, 2, 1], [3, 7, 0], [2, 1, 4], [5, 6, 7], [1, 0, 6]])

@@ -169,6 +169,7 @@ def test_fused_write_lowers_and_aliases_the_cache(heads, kv_heads, channels, has
     assert "output_operand_alias" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tuple", quick_and_slow((True,), (False,)))
 @pytest.mark.parametrize("has_norm", quick_and_slow((True,), (False,)))
 def test_fused_write_in_interpret_mode(has_norm, is_tuple):
