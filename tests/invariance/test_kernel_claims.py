@@ -927,6 +927,7 @@ def test_control_xla_softmax_and_norm_are_not_batch_invariant():
         assert changed, name
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_is_bitwise_schedule_invariant():
     """Chunks of any size, pages anywhere, and NaN in what is not written yet."""
@@ -1101,6 +1102,7 @@ def test_attention_gradient_is_bitwise_run_invariant():
     assert_bitwise_equal(again, _run(_attention_gradient, rows), claim="compiled again, same bits")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_gradient_is_bitwise_batch_invariant():
     """Each sequence alone, in one leaf where it fits; the control is XLA's derivative."""

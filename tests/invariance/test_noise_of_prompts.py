@@ -74,6 +74,7 @@ def test_prompts_of_one_seed_begin_independently(model, plain):
     assert most_alike(plain) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.control
 def test_control_with_common_noise_prompts_begin_alike(model):
