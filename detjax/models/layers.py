@@ -48,9 +48,11 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp_add_rms_norm,
 )
 from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
@@ -232,13 +234,8 @@ def attend(
     batch, length = tokens.ids.shape
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
-        cos,
-        sin,
-        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
+        Rotation(cos, sin, qk_gains(config, weights)),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer),
         window=config.sliding_windows[layer],
         eps=config.rms_norm_eps,
         profile=ctx.profile,
@@ -247,6 +244,11 @@ def attend(
         sinks=weights.get("sinks"),
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def qk_gains(config: ModelConfig, weights: dict) -> tuple[jax.Array, jax.Array] | None:
+    """Gains of the norms of each head of queries and keys, if the model has them."""
+    return (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
 
 
 def _prefetched(w: Any) -> jax.Array | None:
@@ -275,13 +277,8 @@ def attend_from(
     config = ctx.config
     q, pages = rope_into_cache(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
-        cos,
-        sin,
-        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
+        Rotation(cos, sin, qk_gains(config, weights)),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer),
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )
@@ -291,10 +288,7 @@ def attend_from(
         positions = jnp.take_along_axis(positions, wanted[:, None], axis=1)
     out = attention(
         q,
-        pages,
-        tokens.page_table,
-        positions,
-        layer=layer,
+        CachePlace(pages, tokens.page_table, positions, layer),
         window=config.sliding_windows[layer],
         softcap=config.attention_softcap,
         sinks=weights.get("sinks"),

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from detjax.numerics import NumericsProfile, Reduction
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
-
-Gains = tuple[jax.Array, jax.Array] | None
 
 
 class KernelSet(Protocol):
@@ -157,20 +157,20 @@ class KernelSet(Protocol):
         ...
 
     def rope_into_cache(
-        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int, *, eps: float
+        self, qkv, rotation: Rotation, place: CachePlace, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `rope.api.rope_into_cache`."""
         ...
 
     def attention(
-        self, q, pages, page_table, positions, layer: int,
+        self, q, place: CachePlace,
         *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
     ) -> jax.Array:  # fmt: skip
         """See `attention.api.attention`."""
         ...
 
     def rope_attention(
-        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int,
+        self, qkv, rotation: Rotation, place: CachePlace,
         *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""

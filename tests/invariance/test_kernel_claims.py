@@ -51,8 +51,10 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
     choose_token,
@@ -184,8 +186,8 @@ def _cases() -> dict[str, Case]:
 
     def attend(q, positions, *, heads=slice(None)):
         out = attention(
-            q[None], pages[:, :, :, heads], pages_of[:1], positions[None], layer=1, window=None,
-            profile=PROFILE, **ON,
+            q[None], CachePlace(pages[:, :, :, heads], pages_of[:1], positions[None], layer=1),
+            window=None, profile=PROFILE, **ON,
         )  # fmt: skip
         return out[0]
 
@@ -654,9 +656,8 @@ def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     """Queries, and the keys and values that the cache holds, as heads of one array."""
     heads, page_ids = qkv.shape[1] // 3, jnp.arange(qkv.shape[0], dtype=jnp.int32)
     pages = jnp.full((2, M, 2, heads, 128, C), jnp.nan, jnp.bfloat16)
-    q, pages = rope_into_cache(
-        qkv, cos, sin, gains, pages, page_ids[:, None], positions[:, None], layer=1, eps=1e-5, **ON
-    )
+    place = CachePlace(pages, page_ids[:, None], positions[:, None], layer=1)
+    q, pages = rope_into_cache(qkv, Rotation(cos, sin, gains), place, eps=1e-5, **ON)
     kv = pages[1, page_ids, :, :, positions]
     return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
 
@@ -668,8 +669,8 @@ def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     pages = jnp.broadcast_to(page, (1, 2 * rows, 2, heads, 128, C))
     table = jnp.arange(2 * rows, dtype=jnp.int32).reshape(rows, 2)
     out, _ = rope_attention(
-        qkv, cos, sin, gains, pages, table, positions[:, None], layer=0, window=None, eps=1e-5,
-        profile=PROFILE, **ON,
+        qkv, Rotation(cos, sin, gains), CachePlace(pages, table, positions[:, None], layer=0),
+        window=None, eps=1e-5, profile=PROFILE, **ON,
     )  # fmt: skip
     return out[:, 0]
 
@@ -930,10 +931,13 @@ def test_attention_is_bitwise_schedule_invariant():
         table = jnp.asarray(placement, jnp.int32)[None]
         return np.asarray(
             attention(
-                q[None, low:high], pages_with(high, placement), table, positions, layer=0,
-                window=None, profile=PROFILE, **ON,
+                q[None, low:high],
+                CachePlace(pages_with(high, placement), table, positions, layer=0),
+                window=None,
+                profile=PROFILE,
+                **ON,
             )
-        )[0]  # fmt: skip
+        )[0]
 
     forwards, backwards = list(range(6)), [7, 2, 5, 0, 3, 1]
     whole = attend(0, length, forwards)
@@ -952,10 +956,8 @@ def test_attention_is_bitwise_batch_invariant_past_a_split():
     q, positions = bf16(rng, 3, 1, heads, C), jnp.asarray(lengths, jnp.int32)[:, None] - 1
 
     def attend(rows):
-        return attention(
-            q[rows], pages, table[rows], positions[rows], layer=0, window=None, profile=PROFILE,
-            **ON,
-        )  # fmt: skip
+        place = CachePlace(pages, table[rows], positions[rows], layer=0)
+        return attention(q[rows], place, window=None, profile=PROFILE, **ON)
 
     together = attend(slice(None))
     for row, length in enumerate(lengths):
@@ -977,10 +979,10 @@ def test_rope_attention_is_bitwise_schedule_invariant():
         pages, parts = jnp.full((1, 3, 2, kv_heads, 128, C), jnp.nan, jnp.bfloat16), []
         for low, high in itertools.pairwise(bounds):
             at = slice(low, high)
+            positions = jnp.arange(low, high, dtype=jnp.int32)[None]
             out, pages = rope_attention(
-                qkv[at], cos[at], sin[at], None, pages, table,
-                jnp.arange(low, high, dtype=jnp.int32)[None],
-                layer=0, window=None, eps=1e-5, profile=PROFILE, **ON,
+                qkv[at], Rotation(cos[at], sin[at]), CachePlace(pages, table, positions, layer=0),
+                window=None, eps=1e-5, profile=PROFILE, **ON,
             )  # fmt: skip
             parts.append(out[0])
         return jnp.concatenate(parts), pages
@@ -1002,10 +1004,13 @@ def test_control_split_length_changes_attention():
         profile = NumericsProfile(attention_split=split, compute_dtype="bfloat16")
         return np.asarray(
             attention(
-                q.astype(jnp.float32), pages.astype(jnp.float32), table, positions, layer=0,
-                window=None, profile=profile, **ON,
+                q.astype(jnp.float32),
+                CachePlace(pages.astype(jnp.float32), table, positions, layer=0),
+                window=None,
+                profile=profile,
+                **ON,
             )
-        )  # fmt: skip
+        )
 
     assert count_different_bits(attend(512), attend(128)) > 0
 

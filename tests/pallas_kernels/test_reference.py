@@ -26,6 +26,7 @@ from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A
 from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
@@ -327,9 +328,9 @@ def test_a_sink_takes_part_in_the_softmax_and_has_no_value():
     pages = np.zeros((1, 2, 2, 1, 128, 64), BF16)
     pages[0, 1, :, 0], pages[0, 0, :, 0, :22] = kv[:, :128], kv[:, 128:]
     sinks = np.asarray([-2, 0.5, 3, 6], BF16)
-    place = map(jnp.asarray, (q, pages, np.int32([[1, 0]]), np.int32([[140, 149]])))
-    options: dict[str, Any] = {"layer": 0, "window": None, "profile": NumericsProfile(), **ON}
-    place = tuple(place)
+    places = map(jnp.asarray, (pages, np.int32([[1, 0]]), np.int32([[140, 149]])))
+    place = jnp.asarray(q), CachePlace(*places, layer=0)
+    options: dict[str, Any] = {"window": None, "profile": NumericsProfile(), **ON}
     found = np.asarray(attention(*place, sinks=jnp.asarray(sinks), **options), np.float64)
     keys, values = kv.astype(np.float64)
     for t, h in np.ndindex(2, 4):
@@ -468,9 +469,12 @@ def test_attention_of_float32_is_within_float32_of_float64():
     pages[0, 1, :, 0], pages[0, 0, :, 0, :22] = kv[:, :128], kv[:, 128:]
     positions = np.asarray([[147, 148, 149]], np.int32)
     found = attention(
-        *map(jnp.asarray, (q, pages, np.asarray([[1, 0]], np.int32), positions)),
-        layer=0, window=None, profile=NumericsProfile(), **ON,
-    )  # fmt: skip
+        jnp.asarray(q),
+        CachePlace(*map(jnp.asarray, (pages, np.int32([[1, 0]]), positions)), layer=0),
+        window=None,
+        profile=NumericsProfile(),
+        **ON,
+    )
     keys, values = kv.astype(np.float64)
     for t, h in np.ndindex(3, 2):
         seen = positions[0, t] + 1
