@@ -39,7 +39,7 @@ from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.lora import api as lora
 from detjax.pallas_kernels.moe import api as moe
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
@@ -278,17 +278,17 @@ def _expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             def run(on, x=x, residual=residual, logits=logits, gate_up=gate_up, down=down,
                     gain=gain, next_w=next_w, top_k=top_k, num_experts=num_experts):  # fmt: skip
+                experts = ExpertWeights(gate_up, down)
                 routed = {"num_experts": num_experts, "top_k": top_k}
                 shared = moe.route(logits, **routed, renormalise=False, backend=on)
                 ids, weights = moe.route(logits, **routed, renormalise=True, backend=on)
-                y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, backend=on)
+                y = moe.expert_mlp(x, ids, experts, first_expert=0, backend=on)
                 half = num_experts // 2
-                mine = moe.expert_mlp(
-                    x, ids, gate_up[half:], down[half:], first_expert=half, num_ranks=2, backend=on
-                )
+                own = ExpertWeights(gate_up[half:], down[half:])
+                mine = moe.expert_mlp(x, ids, own, first_expert=half, num_ranks=2, backend=on)
                 norm = {"eps": EPS, "backend": on}
                 whole = moe.route_mlp_add_rms_norm(
-                    x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True, **norm
+                    x, logits, experts, residual, gain, top_k=top_k, renormalise=True, **norm
                 )
                 late = moe.combine_experts_norm_linear(
                     y, weights, residual, gain, next_w, out_dtype=F32, **norm
@@ -311,6 +311,7 @@ def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]
         gate_up_bias=bf16(num_experts, 2 * hidden), down_bias=bf16(num_experts, width),
         clamp=SwigluClamp(alpha=1.702, limit=7.0),
     )  # fmt: skip
+    experts = ExpertWeights(gate_up, down, extras)
     for m in (1, 7, 40, 300):
         x, residual = bf16(m, width), bf16(m, width, scale=4.0)
         logits = jnp.asarray(rng.standard_normal((m, 64)).astype(np.float32) * 2)
@@ -319,15 +320,12 @@ def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]
             ids, weights = moe.route(
                 logits, num_experts=num_experts, top_k=top_k, renormalise=True, backend=on
             )
-            options = {"extras": extras, "backend": on}
-            y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, **options)
+            y = moe.expert_mlp(x, ids, experts, first_expert=0, backend=on)
+            options = {"top_k": top_k, "renormalise": True, "backend": on}
             whole = moe.route_mlp_add_rms_norm(
-                x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True,
-                eps=EPS, **options,
-            )  # fmt: skip
-            routed = moe.route_mlp(
-                x, logits, gate_up, down, top_k=top_k, renormalise=True, **options
+                x, logits, experts, residual, gain, eps=EPS, **options
             )
+            routed = moe.route_mlp(x, logits, experts, **options)
             return ids, weights, y, *whole, *routed
 
         yield f"clamped experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run

@@ -51,6 +51,7 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
@@ -168,7 +169,7 @@ def _cases() -> dict[str, Case]:
         *(jnp.asarray(draw.uniform(0.3, 1.9, M), jnp.float32) for _ in range(4)),
     )
     draw = np.random.default_rng(12)
-    experts = bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48)
+    experts = ExpertWeights(bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48))
     expert_ids = jnp.asarray(
         draw.permuted(np.tile(np.arange(NUM_EXPERTS), (M, 1)), axis=1)[:, :TOP_K], jnp.int32
     )
@@ -519,7 +520,7 @@ def _cases() -> dict[str, Case]:
         ),
         "expert_mlp": Case(
             kernel=expert_mlp,
-            call=lambda x, ids: expert_mlp(x, ids, *experts, first_expert=0, **ON),
+            call=lambda x, ids: expert_mlp(x, ids, experts, first_expert=0, **ON),
             rows=routed,
             slices=lambda rank, ranks: (
                 lambda x, ids: _over_ranks(x, ids, experts, ranks=ranks),
@@ -539,7 +540,7 @@ def _cases() -> dict[str, Case]:
                 route_mlp_add_rms_norm(
                     x,
                     logits,
-                    *experts,
+                    experts,
                     r,
                     gain[:64],
                     top_k=TOP_K,
@@ -554,7 +555,7 @@ def _cases() -> dict[str, Case]:
         "route_mlp": Case(
             kernel=route_mlp,
             call=lambda x, logits: _with_weights(
-                *route_mlp(x, logits, *experts, top_k=TOP_K, renormalise=True, **ON)
+                *route_mlp(x, logits, experts, top_k=TOP_K, renormalise=True, **ON)
             ),
             rows=(routed[0], router_logits),
         ),
@@ -562,7 +563,7 @@ def _cases() -> dict[str, Case]:
             kernel=combine_experts_norm_linear,
             call=lambda y, w, r: jnp.concatenate(
                 combine_experts_norm_linear(
-                    y, w, r, gain[:64], experts[1][0].T, eps=1e-5, out_dtype=r.dtype, **ON
+                    y, w, r, gain[:64], experts.down[0].T, eps=1e-5, out_dtype=r.dtype, **ON
                 ),
                 axis=1,
             ),
@@ -625,8 +626,8 @@ def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
     """Every slot's row from the rank that has its expert: the others give zero bits."""
     share, words = NUM_EXPERTS // ranks, jnp.uint16(0)
     for first in range(0, NUM_EXPERTS, share):
-        own = (w[first : first + share] for w in experts)
-        rows = expert_mlp(x, ids, *own, first_expert=first, **ON)
+        own = ExpertWeights(*(w[first : first + share] for w in experts[:2]))
+        rows = expert_mlp(x, ids, own, first_expert=first, **ON)
         words += jax.lax.bitcast_convert_type(rows, jnp.uint16)
     return jax.lax.bitcast_convert_type(words, x.dtype)
 

@@ -25,7 +25,7 @@ from detjax.pallas_kernels.linear.api import linear, linear_leaf_sums, linear_sw
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe import api as moe
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
@@ -395,7 +395,8 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
     x, logits, gate_up, down = mixture
     ids, _ = moe.route(logits, num_experts=24, top_k=4, renormalise=True, **ON)
     ids = ids % 24
-    y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, **ON)
+    experts = ExpertWeights(gate_up, down)
+    y = moe.expert_mlp(x, ids, experts, first_expert=0, **ON)
     for m, r in np.ndindex(ids.shape):
         hidden = linear_swiglu(x[m : m + 1], gate_up[ids[m, r]], **ON)
         alone = linear(hidden, down[ids[m, r]], out_dtype=jnp.dtype(BF16), **ON)
@@ -404,7 +405,8 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
         gate_up_bias=gate_up[:, :, 0], down_bias=down[:, :, 0],
         clamp=SwigluClamp(alpha=1.702, limit=7.0),
     )  # fmt: skip
-    biased = moe.expert_mlp(x[:2], ids[:2], gate_up, down, first_expert=0, extras=extras, **ON)
+    with_extras = experts._replace(extras=extras)
+    biased = moe.expert_mlp(x[:2], ids[:2], with_extras, first_expert=0, **ON)
     bf16 = jnp.dtype(BF16)
     for m, r in np.ndindex(ids[:2].shape):
         e = ids[m, r]
@@ -412,9 +414,8 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
         hidden = swiglu(hidden, clamp=extras.clamp, **ON)
         alone = linear(hidden, down[e], down[e, :, 0], out_dtype=bf16, **ON)
         assert_bitwise_equal(biased[m, r], alone[0], claim="with biases and a clamp as if alone")
-    part = np.asarray(
-        moe.expert_mlp(x, ids, gate_up[8:16], down[8:16], first_expert=8, num_ranks=3, **ON)
-    )
+    own = ExpertWeights(gate_up[8:16], down[8:16])
+    part = np.asarray(moe.expert_mlp(x, ids, own, first_expert=8, num_ranks=3, **ON))
     is_here = (np.asarray(ids) >= 8) & (np.asarray(ids) < 16)
     assert_bitwise_equal(part[is_here], np.asarray(y)[is_here], claim="a rank's own experts")
     assert not part[~is_here].view(np.uint16).any()

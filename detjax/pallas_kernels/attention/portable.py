@@ -196,7 +196,7 @@ def _attention(
 
     operands = [] if sinks is None else [_sink_rows(sinks, kv_heads, query_len, pad)]
     out = run_blocks(
-        body, rows, pages, page_table, row_positions, layer.reshape(1), *operands,
+        body, rows, pages, page_table, row_positions, jnp.reshape(layer, 1), *operands,
         name="attention", grid=(batch * kv_heads, rows.shape[1] // ROWS),
         out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
         out_specs=pl.BlockSpec((1, ROWS, channels), lambda b, t: (b, t, 0)),
