@@ -303,8 +303,8 @@ def stats_and_choice(
 
     Numerics:
         The bits of `block_stats` and of the first maximum of `gumbel_scores`: the same functions on
-        the same layout. Comparisons are exact. A NaN is never the best: NaN logits end a run
-        elsewhere.
+        the same layout. Comparisons are exact. A NaN is never the best: the engine ends a run
+        with NaN logits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if vocab_block != LOGIT_BLOCK:
