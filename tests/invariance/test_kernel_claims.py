@@ -51,8 +51,11 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
     choose_token,
@@ -166,7 +169,7 @@ def _cases() -> dict[str, Case]:
         *(jnp.asarray(draw.uniform(0.3, 1.9, M), jnp.float32) for _ in range(4)),
     )
     draw = np.random.default_rng(12)
-    experts = bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48)
+    experts = ExpertWeights(bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48))
     expert_ids = jnp.asarray(
         draw.permuted(np.tile(np.arange(NUM_EXPERTS), (M, 1)), axis=1)[:, :TOP_K], jnp.int32
     )
@@ -184,8 +187,8 @@ def _cases() -> dict[str, Case]:
 
     def attend(q, positions, *, heads=slice(None)):
         out = attention(
-            q[None], pages[:, :, :, heads], pages_of[:1], positions[None], layer=1, window=None,
-            profile=PROFILE, **ON,
+            q[None], CachePlace(pages[:, :, :, heads], pages_of[:1], positions[None], layer=1),
+            window=None, profile=PROFILE, **ON,
         )  # fmt: skip
         return out[0]
 
@@ -517,7 +520,7 @@ def _cases() -> dict[str, Case]:
         ),
         "expert_mlp": Case(
             kernel=expert_mlp,
-            call=lambda x, ids: expert_mlp(x, ids, *experts, first_expert=0, **ON),
+            call=lambda x, ids: expert_mlp(x, ids, experts, first_expert=0, **ON),
             rows=routed,
             slices=lambda rank, ranks: (
                 lambda x, ids: _over_ranks(x, ids, experts, ranks=ranks),
@@ -537,7 +540,7 @@ def _cases() -> dict[str, Case]:
                 route_mlp_add_rms_norm(
                     x,
                     logits,
-                    *experts,
+                    experts,
                     r,
                     gain[:64],
                     top_k=TOP_K,
@@ -552,7 +555,7 @@ def _cases() -> dict[str, Case]:
         "route_mlp": Case(
             kernel=route_mlp,
             call=lambda x, logits: _with_weights(
-                *route_mlp(x, logits, *experts, top_k=TOP_K, renormalise=True, **ON)
+                *route_mlp(x, logits, experts, top_k=TOP_K, renormalise=True, **ON)
             ),
             rows=(routed[0], router_logits),
         ),
@@ -560,7 +563,7 @@ def _cases() -> dict[str, Case]:
             kernel=combine_experts_norm_linear,
             call=lambda y, w, r: jnp.concatenate(
                 combine_experts_norm_linear(
-                    y, w, r, gain[:64], experts[1][0].T, eps=1e-5, out_dtype=r.dtype, **ON
+                    y, w, r, gain[:64], experts.down[0].T, eps=1e-5, out_dtype=r.dtype, **ON
                 ),
                 axis=1,
             ),
@@ -623,8 +626,8 @@ def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
     """Every slot's row from the rank that has its expert: the others give zero bits."""
     share, words = NUM_EXPERTS // ranks, jnp.uint16(0)
     for first in range(0, NUM_EXPERTS, share):
-        own = (w[first : first + share] for w in experts)
-        rows = expert_mlp(x, ids, *own, first_expert=first, **ON)
+        own = ExpertWeights(*(w[first : first + share] for w in experts[:2]))
+        rows = expert_mlp(x, ids, own, first_expert=first, **ON)
         words += jax.lax.bitcast_convert_type(rows, jnp.uint16)
     return jax.lax.bitcast_convert_type(words, x.dtype)
 
@@ -654,9 +657,8 @@ def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     """Queries, and the keys and values that the cache holds, as heads of one array."""
     heads, page_ids = qkv.shape[1] // 3, jnp.arange(qkv.shape[0], dtype=jnp.int32)
     pages = jnp.full((2, M, 2, heads, 128, C), jnp.nan, jnp.bfloat16)
-    q, pages = rope_into_cache(
-        qkv, cos, sin, gains, pages, page_ids[:, None], positions[:, None], layer=1, eps=1e-5, **ON
-    )
+    place = CachePlace(pages, page_ids[:, None], positions[:, None], layer=1)
+    q, pages = rope_into_cache(qkv, Rotation(cos, sin, gains), place, eps=1e-5, **ON)
     kv = pages[1, page_ids, :, :, positions]
     return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
 
@@ -668,8 +670,8 @@ def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     pages = jnp.broadcast_to(page, (1, 2 * rows, 2, heads, 128, C))
     table = jnp.arange(2 * rows, dtype=jnp.int32).reshape(rows, 2)
     out, _ = rope_attention(
-        qkv, cos, sin, gains, pages, table, positions[:, None], layer=0, window=None, eps=1e-5,
-        profile=PROFILE, **ON,
+        qkv, Rotation(cos, sin, gains), CachePlace(pages, table, positions[:, None], layer=0),
+        window=None, eps=1e-5, profile=PROFILE, **ON,
     )  # fmt: skip
     return out[:, 0]
 
@@ -947,10 +949,13 @@ def test_attention_is_bitwise_schedule_invariant():
         table = jnp.asarray(placement, jnp.int32)[None]
         return np.asarray(
             attention(
-                q[None, low:high], pages_with(high, placement), table, positions, layer=0,
-                window=None, profile=PROFILE, **ON,
+                q[None, low:high],
+                CachePlace(pages_with(high, placement), table, positions, layer=0),
+                window=None,
+                profile=PROFILE,
+                **ON,
             )
-        )[0]  # fmt: skip
+        )[0]
 
     forwards, backwards = list(range(6)), [7, 2, 5, 0, 3, 1]
     whole = attend(0, length, forwards)
@@ -969,10 +974,8 @@ def test_attention_is_bitwise_batch_invariant_past_a_split():
     q, positions = bf16(rng, 3, 1, heads, C), jnp.asarray(lengths, jnp.int32)[:, None] - 1
 
     def attend(rows):
-        return attention(
-            q[rows], pages, table[rows], positions[rows], layer=0, window=None, profile=PROFILE,
-            **ON,
-        )  # fmt: skip
+        place = CachePlace(pages, table[rows], positions[rows], layer=0)
+        return attention(q[rows], place, window=None, profile=PROFILE, **ON)
 
     together = attend(slice(None))
     for row, length in enumerate(lengths):
@@ -994,10 +997,10 @@ def test_rope_attention_is_bitwise_schedule_invariant():
         pages, parts = jnp.full((1, 3, 2, kv_heads, 128, C), jnp.nan, jnp.bfloat16), []
         for low, high in itertools.pairwise(bounds):
             at = slice(low, high)
+            positions = jnp.arange(low, high, dtype=jnp.int32)[None]
             out, pages = rope_attention(
-                qkv[at], cos[at], sin[at], None, pages, table,
-                jnp.arange(low, high, dtype=jnp.int32)[None],
-                layer=0, window=None, eps=1e-5, profile=PROFILE, **ON,
+                qkv[at], Rotation(cos[at], sin[at]), CachePlace(pages, table, positions, layer=0),
+                window=None, eps=1e-5, profile=PROFILE, **ON,
             )  # fmt: skip
             parts.append(out[0])
         return jnp.concatenate(parts), pages
@@ -1019,10 +1022,13 @@ def test_control_split_length_changes_attention():
         profile = NumericsProfile(attention_split=split, compute_dtype="bfloat16")
         return np.asarray(
             attention(
-                q.astype(jnp.float32), pages.astype(jnp.float32), table, positions, layer=0,
-                window=None, profile=profile, **ON,
+                q.astype(jnp.float32),
+                CachePlace(pages.astype(jnp.float32), table, positions, layer=0),
+                window=None,
+                profile=profile,
+                **ON,
             )
-        )  # fmt: skip
+        )
 
     assert count_different_bits(attend(512), attend(128)) > 0
 
