@@ -37,11 +37,11 @@ def choose_splits_by_batch(patch: Patch) -> None:
     """Halve the splits if there are several rows."""
     right = attention._attention
 
-    def wrong(q, *args, window, profile):
+    def wrong(q, *args, profile, **options):
         if q.shape[0] > 1:
             half = profile.attention_split // 2
             profile = dataclasses.replace(profile, attention_split=half)
-        return right(q, *args, window=window, profile=profile)
+        return right(q, *args, profile=profile, **options)
 
     patch(attention, "_attention", wrong)
 
@@ -50,11 +50,11 @@ def drop_key_at_page_end(patch: Patch) -> None:
     """A decode step does not write the last token of a page."""
     right = attention.rope_into_cache
 
-    def wrong(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps):
+    def wrong(qkv, rotation, place, **options):
+        positions, page_len = place.positions, place.pages.shape[4]
         if is_decode(positions):
-            page_len = pages.shape[4]
             positions = jnp.where(positions % page_len == page_len - 1, -1, positions)
-        return right(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
+        return right(qkv, rotation, place._replace(positions=positions), **options)
 
     patch(attention, "rope_into_cache", wrong)
 
@@ -63,10 +63,11 @@ def read_a_stale_page(patch: Patch) -> None:
     """A decode step reads the first page of a sequence in place of the second."""
     right = attention.attention
 
-    def wrong(q, pages, page_table, positions, layer, *, window, profile):
-        if is_decode(positions) and page_table.shape[1] > 1:
-            page_table = page_table.at[:, 1].set(page_table[:, 0])
-        return right(q, pages, page_table, positions, layer, window=window, profile=profile)
+    def wrong(q, place, **options):
+        table = place.page_table
+        if is_decode(place.positions) and table.shape[1] > 1:
+            table = table.at[:, 1].set(table[:, 0])
+        return right(q, place._replace(page_table=table), **options)
 
     patch(attention, "attention", wrong)
 
@@ -146,16 +147,16 @@ def wrap_offsets(patch: Patch) -> None:
     """
     right_write, right_read = attention.rope_into_cache, attention.attention
 
-    def wrap(page_table, positions):
-        return page_table % FEW_PAGES if is_decode(positions) else page_table
+    def wrap(place):
+        if not is_decode(place.positions):
+            return place
+        return place._replace(page_table=place.page_table % FEW_PAGES)
 
-    def write(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps):
-        table = wrap(page_table, positions)
-        return right_write(qkv, cos, sin, gains, pages, table, positions, layer, eps=eps)
+    def write(qkv, rotation, place, **options):
+        return right_write(qkv, rotation, wrap(place), **options)
 
-    def read(q, pages, page_table, positions, layer, *, window, profile):
-        table = wrap(page_table, positions)
-        return right_read(q, pages, table, positions, layer, window=window, profile=profile)
+    def read(q, place, **options):
+        return right_read(q, wrap(place), **options)
 
     patch(attention, "rope_into_cache", write)
     patch(attention, "attention", read)
