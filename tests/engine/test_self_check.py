@@ -412,6 +412,7 @@ def serve(made: Engine, count: int = 3) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_server_checks_answers_again_while_idle(evidence, idle_time):
     made = warm_engine()
     serve(made)
@@ -425,6 +426,7 @@ def test_a_server_checks_answers_again_while_idle(evidence, idle_time):
     assert made.stats().num_rechecked == count
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence, idle_time):
     """The host's fault, which no program shows: a token is put down with another's logprob."""
@@ -443,6 +445,7 @@ def test_a_wrong_answer_is_found_when_it_is_checked_again(monkeypatch, evidence,
     assert json.loads(next(evidence.iterdir()).read_text())["difference"]["token_ids"]
 
 
+@pytest.mark.slow
 def test_a_request_comes_before_a_check(evidence, idle_time):
     made = warm_engine()
     asked = requests()[2]  # three chunks
@@ -457,6 +460,7 @@ def test_a_request_comes_before_a_check(evidence, idle_time):
     assert made.stats().num_rechecks_given_up == 1
 
 
+@pytest.mark.slow
 def test_checking_again_takes_a_small_share_of_the_time(evidence):
     made = warm_engine()
     made.generate(requests())

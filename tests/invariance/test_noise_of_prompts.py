@@ -118,6 +118,7 @@ def test_control_an_order_by_company_is_seen_in_equal_answers(model, plain, monk
     assert [one.logprobs for one in found] != [one.logprobs for one in plain[:6]]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_the_rest_of_an_answer_is_drawn_with_the_noise_of_its_prompt(model, plain):
     """`for_prompt`; without it, the control, the text so far would be another prompt."""

@@ -245,6 +245,7 @@ def test_control_fast_steps_change_bits_with_the_chunk():
 # ------------------------------------------------------------------------------------ the interface
 
 
+@pytest.mark.slow
 def test_scores_survive_json():
     asked = Request(
         prompt_token_ids=sequences()[3],

@@ -66,6 +66,7 @@ def test_wrong_drafts_are_never_committed_and_right_ones_are():
     assert stats.num_rollbacks > 4 and stats.accepted_tokens > 4
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("length", [PAGE - 1, PAGE, PAGE + 1])
 def test_a_page_is_shared_only_once_its_last_key_is_there(length):
@@ -100,6 +101,7 @@ def test_a_page_is_shared_only_once_its_last_key_is_there(length):
 _lookup_programs: dict = {}
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_cache_holds_to_its_last_page_is_answered_again():
     """The last token's logits are computed anew, or the request would wait for ever."""
     made, asked = lone_engine(), request(40, 2 * PAGE)

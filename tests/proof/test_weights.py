@@ -51,6 +51,7 @@ def test_weights_that_nobody_hashed_in_time_have_no_receipt(llm):
     assert llm.receipt(answer(llm)).model["weights"] == llm.identity().model["weights"]
 
 
+@pytest.mark.slow
 def test_two_weights_of_one_version_have_no_receipt(llm):
     old = answer(llm)
     llm.receipt(old)
