@@ -47,7 +47,7 @@ _RESULTS = Option(
     name="results",
     metavar="FILE",
     parse=Path,
-    help="keep the result of each receipt here; what is there is not checked again",
+    help="keep the result of each receipt here; receipts with a result are not checked again",
 )
 
 

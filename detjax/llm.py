@@ -512,13 +512,13 @@ class LLM:
             yield bar
 
     @contextlib.contextmanager
-    def _loading(self, tell: Progress) -> Iterator[Progress]:
+    def _loading(self, on_progress: Progress) -> Iterator[Progress]:
         with self._bar() as bar:
             task = bar.add_task("load", total=None)
 
             def progress(what: str, done: int, total: int) -> None:
                 bar.update(task, description=what, completed=done, total=total)
-                tell(what, done, total)
+                on_progress(what, done, total)
 
             yield progress
 

@@ -3,12 +3,15 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
+import jaxtyping
 import pytest
 
 from .shards import ShardPlugin, add_options
@@ -33,6 +36,18 @@ _programs = pytest.StashKey[str]()
 _is_temporary = pytest.StashKey[bool]()
 
 
+def modules_with_array_types() -> list[str]:
+    """Name the modules of detjax that import its array types. None is imported for it."""
+    spec = importlib.util.find_spec("detjax")
+    assert spec is not None and spec.submodule_search_locations
+    (folder,) = map(Path, spec.submodule_search_locations)
+    return [
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts)
+        for path in sorted(folder.rglob("*.py"))
+        if "array_types import" in path.read_text()
+    ]
+
+
 def pytest_addoption(parser):
     """Options of the shards."""
     add_options(parser)
@@ -44,6 +59,8 @@ def pytest_configure(config):
     What is proven of new processes is proven in processes of their own, which are not told of the
     folder and compile afresh.
     """
+    # Shapes and dtypes are checked at each call. Modules without them are left to pyright.
+    jaxtyping.install_import_hook(modules_with_array_types(), "beartype.beartype")
     config.pluginmanager.register(ShardPlugin(config))
     workerinput = getattr(config, "workerinput", None)
     kept = os.environ.pop(KEPT, None)

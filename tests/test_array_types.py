@@ -5,9 +5,13 @@ import ast
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 from detjax import array_types
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.rms_norm.api import rms_norm
 
 PACKAGE = Path(array_types.__file__).parent
 DTYPES = ("Activation", "BFloat16", "Bool", "Float32", "Int32", "UInt32")
@@ -48,3 +52,10 @@ def test_every_axis_is_in_the_glossary():
 @pytest.mark.control
 def test_control_an_unknown_axis_is_found():
     assert unknown_axes('x: Float32[Array, "M W half 2"]') == ["line 1: W of 'M W half 2'"]
+
+
+def test_shapes_are_checked_at_each_call():
+    """The import hook of `conftest.py` has every module with array types."""
+    one, row = jnp.zeros((2, 8)), jnp.zeros(8)
+    with pytest.raises(jaxtyping.TypeCheckError, match="gain"):
+        rms_norm(one, row[:, None], eps=1e-5, backend=Backend.PORTABLE)

@@ -65,6 +65,7 @@ def test_a_check_of_the_bundled_model_passes(checked):
     assert f"all 2 runs equal, digest {document['digest']}" in err
 
 
+@pytest.mark.slow
 def test_the_digest_is_that_of_the_written_ids_and_logprobs(checked):
     for entry in json.loads(checked.stdout)["completions"]:
         assert len(entry["token_ids"]) == len(entry["logprobs"]) == 6
@@ -234,6 +235,7 @@ def assert_refused(done: subprocess.CompletedProcess[bytes], says: str) -> None:
 # ----------------------------------------------------------------------------------- published text
 
 
+@pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.skipif(not STORIES.is_dir(), reason=f"{STORIES} is not here")
 def test_greedy_stories260k_in_float32_is_the_published_text():

@@ -114,6 +114,7 @@ def test_without_a_seed_one_is_drawn_for_a_call_and_is_in_outputs_and_receipts(t
     assert toy.generate("one", GREEDY)[0].outputs[0].sampling.seed == 0
 
 
+@pytest.mark.slow
 def test_a_control_token_in_a_prompt_is_text_with_a_warning_and_a_token_if_asked_for(tmp_path):
     folder, text = write_model(tmp_path / "model"), "<end>"
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -139,6 +140,7 @@ def test_processes_of_a_job_do_not_draw_seeds_of_their_own(toy, monkeypatch):
         toy.generate("one", detjax.SamplingParams(temperature=1.0))
 
 
+@pytest.mark.slow
 def test_an_llm_of_loaded_weights_has_their_answers_and_a_timeline(toy):
     sizes = dataclasses.replace(toy.config.engine, batch_size=1, prefill_chunk=16)
     timeline = Trace()
@@ -232,6 +234,7 @@ def test_a_record_comes_back_from_json_with_every_bit(toy):
         CompletionOutput.from_dict(read | {"token_ids": [0, *read["token_ids"][1:]]})
 
 
+@pytest.mark.slow
 def test_fast_is_asked_for_no_deterministic_answer(folder):
     fast = detjax.LLM(folder, mode="fast", max_len=128)
     assert "no claim" in str(fast.config)
@@ -241,6 +244,7 @@ def test_fast_is_asked_for_no_deterministic_answer(folder):
 # -------------------------------------------------------------------------- ends: texts and tokens
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_text_and_tokens_as_it_does_in_the_command(toy, folder, command):
     whole = toy.generate("ab", GREEDY)[0].outputs[0]
     stop = toy.tokenizer.decode(whole.token_ids[4:6])
@@ -264,6 +268,7 @@ def test_an_engine_refuses_stop_strings_which_it_cannot_see(toy):
         toy.engine.add_request((1,), sampling)
 
 
+@pytest.mark.slow
 def test_an_end_token_of_the_tokenizer_alone_ends_api_llm_and_command_alike(
     toy, folder, tmp_path, command
 ):
@@ -504,6 +509,7 @@ def test_a_cpu_gives_one_long_sequence_room_beyond_its_usual_cache(toy, monkeypa
         sizing.choose_sizes(toy.model, {"max_len": 256}, gpu_memory_utilization=0.9)
 
 
+@pytest.mark.quick_cases("2-8")
 @pytest.mark.parametrize(("num_prompts", "batch_size"), [(1, 1), (2, 8), (30, 8)])
 def test_the_command_sizes_its_engine_by_its_prompts(
     folder, toy, monkeypatch, capsys, num_prompts, batch_size
@@ -528,6 +534,7 @@ def test_the_command_sizes_its_engine_by_its_prompts(
     assert f"{2 * batch_size} pages" in err
 
 
+@pytest.mark.slow
 def test_a_check_frees_the_cache_of_a_run_before_the_next(folder, monkeypatch):
     """Two caches of the size that a GPU has room for would not fit."""
     alive: list[weakref.ref] = []

@@ -8,8 +8,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from detjax.testing.cases import quick_and_slow
-
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LIMIT_S = 300
@@ -50,9 +48,8 @@ def test_the_longer_run_has_rows():
     assert "160 updates on h200" in text
 
 
-@pytest.mark.parametrize(
-    "path", quick_and_slow(NOTEBOOKS[1:2], NOTEBOOKS), ids=lambda path: path.stem
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_on_a_cpu(path):
     command = [sys.executable, str(FOLDER / "run.py"), "--check", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

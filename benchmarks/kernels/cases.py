@@ -18,6 +18,8 @@ from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_swiglu
 from detjax.pallas_kernels.moe.api import route_mlp_add_rms_norm
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import stats_and_choice
@@ -185,9 +187,8 @@ def float32_products(counts: Sequence[int]) -> Iterator[Kernel]:
 
 
 def _attend(q, pages, table, positions):
-    return attention(
-        q, pages, table, positions, layer=0, window=None, profile=PROFILE, backend=SM90
-    )
+    place = CachePlace(pages, table, positions, layer=0)
+    return attention(q, place, window=None, profile=PROFILE, backend=SM90)
 
 
 def _paged_cache(batch: int, context: int) -> tuple[jax.Array, jax.Array]:
@@ -365,8 +366,8 @@ def experts(counts: Sequence[int]) -> Iterator[Kernel]:
 
     def run(x, logits, w_gate_up, w_down, residual, gain):
         return route_mlp_add_rms_norm(
-            x, logits, w_gate_up, w_down, residual, gain, top_k=EXPERTS.top_k, renormalise=True,
-            eps=EPS, backend=SM90,
+            x, logits, ExpertWeights(w_gate_up, w_down), residual, gain,
+            top_k=EXPERTS.top_k, renormalise=True, eps=EPS, backend=SM90,
         )  # fmt: skip
 
     def num_hit(m):

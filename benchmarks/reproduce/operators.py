@@ -18,6 +18,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.linear.api import linear, linear_partial
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum
@@ -162,10 +163,14 @@ def _attention(lab: Lab, rng, most: int, context: int) -> Operator:
         pages = pages.transpose(0, 2, 1, 4, 3, 5).reshape(1, -1, 2, kv_heads, PAGE, channels)
         table = jnp.arange(batch * blocks, dtype=jnp.int32).reshape(batch, blocks)
         positions = jnp.full((batch, 1), context - 1, jnp.int32)
-        return attention(
-            q[:, None], pages, table, positions, layer=0, window=None,
-            profile=NumericsProfile(), backend=lab.backend,
-        )[:, 0]  # fmt: skip
+        out = attention(
+            q[:, None],
+            CachePlace(pages, table, positions, layer=0),
+            window=None,
+            profile=NumericsProfile(),
+            backend=lab.backend,
+        )
+        return out[:, 0]
 
     def xla(q, k, v):
         return jax.nn.dot_product_attention(q[:, None], k, v)[:, 0]

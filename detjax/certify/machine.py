@@ -26,6 +26,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.sampling.api import gumbel_scores
 from detjax.pallas_kernels.swiglu.api import swiglu
@@ -175,8 +176,9 @@ def _attention_run(drawn: Callable[..., np.ndarray]) -> Run:
     positions = np.arange(70, dtype=np.int32)[None] + np.asarray([[600], [0]], np.int32)
 
     def run(on: Backend) -> list[jax.Array]:
-        operands = map(jnp.asarray, (queries, pages, table, positions))
-        return [attention(*operands, layer=0, window=None, profile=NumericsProfile(), backend=on)]
+        place = CachePlace(*map(jnp.asarray, (pages, table, positions)), layer=0)
+        q, profile = jnp.asarray(queries), NumericsProfile()
+        return [attention(q, place, window=None, profile=profile, backend=on)]
 
     return run
 

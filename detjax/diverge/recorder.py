@@ -62,11 +62,11 @@ class RecordedTaps:
     def begin(self) -> None:
         """Forget all values, because another program is traced."""
         self.seen, self._values = [], []
-        self._enter(None)
+        self._set_layer(None)
 
     def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
         """See the results of `ops`."""
-        return WatchedOps(ops, self, self._enter, num_layers=num_layers)
+        return WatchedOps(ops, self, self._set_layer, num_layers=num_layers)
 
     def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
         """Keep a value."""
@@ -85,7 +85,7 @@ class RecordedTaps:
         by_number = {number: v for group in values.values() for number, v in group.items()}
         self._values = [by_number[number] for number in sorted(by_number)]
 
-    def _enter(self, layer_idx: int | None, prefix: str = "") -> None:
+    def _set_layer(self, layer_idx: int | None, prefix: str = "") -> None:
         self._layer, self._prefix = layer_idx, prefix
 
 

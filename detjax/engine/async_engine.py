@@ -47,7 +47,7 @@ class StepsRequests(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to compute or to emit."""
         ...
 
     def step(self) -> list[RequestOutput]:

@@ -329,7 +329,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to compute or to emit."""
         if self._states.abandoned:
             with self._turn:
                 self._recovery.drop_abandoned()

@@ -216,7 +216,7 @@ class ReplicatedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to compute or to emit."""
         return bool(self._log) or self._engine.has_work
 
     def step(self) -> list[RequestOutput]:

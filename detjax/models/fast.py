@@ -25,6 +25,7 @@ from detjax.models.layers import (
     embed_tokens,
     expert_extras,
     normalise_all_heads,
+    qk_gains,
     rope_rows,
     see_tokens,
     wanted_rows,
@@ -41,7 +42,9 @@ from detjax.pallas_kernels.linear.quantized import (
     W8A8Matrix,
     expanded,
 )
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
@@ -354,13 +357,13 @@ def attention_layer(
     if config.is_qk_norm_whole:
         qkv = normalise_all_heads(ctx, weights, qkv)
     qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
-    gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
+    gains = qk_gains(config, weights)
     window = config.sliding_windows[layer]
-    place = (pages, tokens.page_table, tokens.positions)
+    place = CachePlace(pages, tokens.page_table, tokens.positions, layer)
     if KERNELS[ctx.backend].attention_beats_xla and config.attention_softcap is None:
         out, pages = rope_attention(
-            qkv, cos, sin, gains, *place,
-            layer=layer, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
+            qkv, Rotation(cos, sin, gains), place,
+            window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
             sinks=weights.get("sinks"),
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
@@ -368,7 +371,7 @@ def attention_layer(
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
     q, k = _rope(q, cos, sin), _rope(k, cos, sin)
-    pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
+    pages = write_pages(place, k, v)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(
         q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap,

@@ -47,10 +47,12 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.collectives import butterfly_sum, gather_columns, gather_expert_rows
 from detjax.parallel.exchange import (
@@ -232,13 +234,8 @@ def attend(
     batch, length = tokens.ids.shape
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
-        cos,
-        sin,
-        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
+        Rotation(cos, sin, qk_gains(config, weights)),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer),
         window=config.sliding_windows[layer],
         eps=config.rms_norm_eps,
         profile=ctx.profile,
@@ -247,6 +244,11 @@ def attend(
         sinks=weights.get("sinks"),
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def qk_gains(config: ModelConfig, weights: dict) -> tuple[jax.Array, jax.Array] | None:
+    """Gains of the norms of each head of queries and keys, if the model has them."""
+    return (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
 
 
 def _prefetched(w: Any) -> jax.Array | None:
@@ -275,13 +277,8 @@ def attend_from(
     config = ctx.config
     q, pages = rope_into_cache(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
-        cos,
-        sin,
-        (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None,
-        pages,
-        tokens.page_table,
-        tokens.positions,
-        layer=layer,
+        Rotation(cos, sin, qk_gains(config, weights)),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer),
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )
@@ -291,10 +288,7 @@ def attend_from(
         positions = jnp.take_along_axis(positions, wanted[:, None], axis=1)
     out = attention(
         q,
-        pages,
-        tokens.page_table,
-        positions,
-        layer=layer,
+        CachePlace(pages, tokens.page_table, positions, layer),
         window=config.sliding_windows[layer],
         softcap=config.attention_softcap,
         sinks=weights.get("sinks"),
@@ -369,6 +363,13 @@ def expert_extras(config: ExpertConfig, weights: dict) -> ClampedExperts | None:
     )
 
 
+def _own_expert_weights(config: ExpertConfig, weights: dict) -> ExpertWeights:
+    """Those of this rank's experts."""
+    return ExpertWeights(
+        weights["expert_gate_up"], weights["expert_down"], expert_extras(config, weights)
+    )
+
+
 def mix_experts(
     ctx: ForwardContext, weights: dict, gain: Activation[Array, " D"], stream: Stream
 ) -> Stream:
@@ -387,7 +388,7 @@ def mix_experts(
     config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
     assert config is not None  # whoever has a router
     residual, eps = stream.residual, ctx.config.rms_norm_eps
-    f32, extras = jnp.dtype(jnp.float32), expert_extras(config, weights)
+    f32, experts = jnp.dtype(jnp.float32), _own_expert_weights(config, weights)
     if isinstance(residual, UnaddedSubtrees):
         logits, residual, x = combine_norm_linear(
             residual.leaf_sums, residual.residual, weights["mlp_norm"], weights["router"],
@@ -400,17 +401,16 @@ def mix_experts(
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
         y, expert_weights = route_mlp(
-            x, logits, weights["expert_gate_up"], weights["expert_down"],
-            top_k=config.top_k, renormalise=config.renormalise, extras=extras, backend=backend,
+            x, logits, experts,
+            top_k=config.top_k, renormalise=config.renormalise, backend=backend,
         )  # fmt: skip
         late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
         return Stream(residual=late, x=None)
     if fuses_experts(ctx):
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
-            x, logits, weights["expert_gate_up"], weights["expert_down"], residual, gain,
-            top_k=config.top_k, renormalise=config.renormalise, eps=eps, extras=extras,
-            backend=backend,
+            x, logits, experts, residual, gain,
+            top_k=config.top_k, renormalise=config.renormalise, eps=eps, backend=backend,
         )  # fmt: skip
         return Stream(*added)
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
@@ -447,11 +447,9 @@ def _own_experts(
     y = expert_mlp(
         x,
         expert_ids,
-        weights["expert_gate_up"],
-        weights["expert_down"],
+        _own_expert_weights(config, weights),
         first_expert=first_expert,
         num_ranks=ctx.tp,
-        extras=expert_extras(config, weights),
         backend=ctx.backend,
     )
     return y, expert_weights

@@ -61,11 +61,11 @@ NO_TAPS = NoTaps()
 
 
 @runtime_checkable
-class Enters(Protocol):
-    """Told where in the decoder the next operations stand."""
+class SetLayer(Protocol):
+    """Called with the place of the next operations in the decoder."""
 
     def __call__(self, layer_idx: int | None, prefix: str = "") -> None:
-        """Begin a part of a layer, or what follows the last (None); names in it get `prefix`."""
+        """Set the layer, or None behind the last one; names of results in it get `prefix`."""
         ...
 
 
@@ -80,16 +80,16 @@ class WatchedOps:
     are that layer's `attn_norm`.
     """
 
-    def __init__(self, ops: DecoderOps, taps: Taps, enter: Enters, *, num_layers: int):
+    def __init__(self, ops: DecoderOps, taps: Taps, set_layer: SetLayer, *, num_layers: int):
         """Begin before the first layer.
 
         Args:
             ops: What is done.
             taps: Who looks.
-            enter: Told of each part of the decoder.
+            set_layer: Called before each part of the decoder.
             num_layers: Of the model.
         """
-        self._ops, self._taps, self._enter = ops, taps, enter
+        self._ops, self._taps, self._set_layer = ops, taps, set_layer
         self._num_layers, self._layer_idx, self._is_mlp = num_layers, 0, False
         self._num_rows = 0
 
@@ -97,7 +97,7 @@ class WatchedOps:
         """As the operations watched do."""
         stream = self._ops.embed(table, ids, gain)
         self._taps.see("embed", stream.residual)
-        self._enter(0)
+        self._set_layer(0)
         self._see_norm("attn_norm", stream)
         return stream
 
@@ -122,14 +122,14 @@ class WatchedOps:
         self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream
     ) -> Stream:
         """As the operations watched do."""
-        self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
+        self._set_layer(self._layer_idx, "down_" if self._is_mlp else "o_")
         return self._see_stream(self._ops.add_norm(x, w, bias, gain, stream))
 
     def norm_add(
         self, x: jax.Array, w: Any, bias: jax.Array | None, gains: AfterGains, stream: Stream
     ) -> Stream:
         """As the operations watched do."""
-        self._enter(self._layer_idx, "down_" if self._is_mlp else "o_")
+        self._set_layer(self._layer_idx, "down_" if self._is_mlp else "o_")
         return self._see_stream(self._ops.norm_add(x, w, bias, gains, stream))
 
     def _see_stream(self, stream: Stream) -> Stream:
@@ -138,9 +138,9 @@ class WatchedOps:
         self._taps.see("residual", stream.residual, Share.ROWS if is_scattered else Share.WHOLE)
         next_idx = self._layer_idx + self._is_mlp
         if next_idx == self._num_layers:
-            self._enter(None)
+            self._set_layer(None)
             return stream
-        self._enter(next_idx)
+        self._set_layer(next_idx)
         self._see_norm("attn_norm" if self._is_mlp else "mlp_norm", stream)
         return stream
 
@@ -150,7 +150,7 @@ class WatchedOps:
         """As the operations watched do."""
         self._is_mlp = True
         cache, stream = self._ops.mix_experts(weights, gain, stream, cache)
-        self._enter(self._layer_idx, "down_")
+        self._set_layer(self._layer_idx, "down_")
         return cache, self._see_stream(stream)
 
     def _see_norm(self, name: str, stream: Stream) -> None:
@@ -173,7 +173,7 @@ class FeatureTaps:
 
     def watch(self, ops: DecoderOps, *, num_layers: int) -> DecoderOps:
         """See the results of `ops`."""
-        return WatchedOps(ops, self, self._enter, num_layers=num_layers)
+        return WatchedOps(ops, self, self._set_layer, num_layers=num_layers)
 
     def see(self, name: str, value: jax.Array, share: Share = Share.WHOLE) -> None:
         """Keep what a layer leaves to one of those wanted.
@@ -195,5 +195,5 @@ class FeatureTaps:
         """Return the streams of each token side by side, in the order of the layers, [M, X]."""
         return jnp.concatenate([self._found[layer] for layer in self._layers], axis=1)
 
-    def _enter(self, layer_idx: int | None, prefix: str = "") -> None:
+    def _set_layer(self, layer_idx: int | None, prefix: str = "") -> None:
         self._place = layer_idx, prefix

@@ -293,9 +293,9 @@ class Tokenizer:
         given.setdefault("add_generation_prompt", not continues)
         words = habits_of(template).words
         for name, value in given.items():
-            # Thinking that is off asks nothing of a template without it.
-            asks = value is continues if name == "add_generation_prompt" else value
-            if name == "messages" or name not in words and asks:
+            # A template without thinking needs no variable to turn it off.
+            is_needed = value is continues if name == "add_generation_prompt" else value
+            if name == "messages" or name not in words and is_needed:
                 raise ValueError(
                     f"{name}: the chat template of {self.source} has no such variable; leave it out"
                 )

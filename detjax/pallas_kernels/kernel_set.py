@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
-
-Gains = tuple[jax.Array, jax.Array] | None
 
 
 class KernelSet(Protocol):
@@ -156,20 +156,20 @@ class KernelSet(Protocol):
         ...
 
     def rope_into_cache(
-        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int, *, eps: float
+        self, qkv, rotation: Rotation, place: CachePlace, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `rope.api.rope_into_cache`."""
         ...
 
     def attention(
-        self, q, pages, page_table, positions, layer: int,
+        self, q, place: CachePlace,
         *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
     ) -> jax.Array:  # fmt: skip
         """See `attention.api.attention`."""
         ...
 
     def rope_attention(
-        self, qkv, cos, sin, gains: Gains, pages, page_table, positions, layer: int,
+        self, qkv, rotation: Rotation, place: CachePlace,
         *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""
@@ -204,15 +204,7 @@ class KernelSet(Protocol):
         ...
 
     def expert_mlp(
-        self,
-        x,
-        expert_ids,
-        w_gate_up,
-        w_down,
-        *,
-        first_expert,
-        num_ranks: int,
-        extras: ClampedExperts | None = None,
+        self, x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int
     ) -> jax.Array:
         """See `moe.api.expert_mlp`."""
         ...
@@ -224,15 +216,7 @@ class KernelSet(Protocol):
         ...
 
     def route_mlp(
-        self,
-        x,
-        logits,
-        w_gate_up,
-        w_down,
-        *,
-        top_k: int,
-        renormalise: bool,
-        extras: ClampedExperts | None = None,
+        self, x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
     ) -> tuple[jax.Array, jax.Array]:
         """See `moe.api.route_mlp`."""
         ...
@@ -248,8 +232,8 @@ class KernelSet(Protocol):
         ...
 
     def route_mlp_add_rms_norm(
-        self, x, logits, w_gate_up, w_down, residual, gain,
-        *, top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+        self, x, logits, experts: ExpertWeights, residual, gain,
+        *, top_k: int, renormalise: bool, eps: float,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `moe.api.route_mlp_add_rms_norm`."""
         ...

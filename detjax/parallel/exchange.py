@@ -30,6 +30,7 @@ from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.parallel import sm90_exchange_kernels
 from detjax.parallel.collectives import scatter_expert_rows
+from detjax.parallel.mailbox import Mailbox
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.parallel.peer_access import why_no_peers
 
@@ -66,9 +67,9 @@ class ExchangeKernel(Protocol):
         ...
 
     def exchange_add_rms_norm(
-        self, leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
+        self, leaf_sums, residual, bias, gain, mailbox: Mailbox, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        """See `exchange_add_rms_norm` of this module, with the fields of `Mailboxes` one by one."""
+        """See `exchange_add_rms_norm` of this module."""
         ...
 
     def num_tiles(self, width: int) -> int:
@@ -84,7 +85,7 @@ class ExchangeKernel(Protocol):
         ...
 
     def linear_exchange_add(
-        self, x, w, residual, bias, peers, slots, parities, *, reduction: Reduction
+        self, x, w, residual, bias, mailbox: Mailbox, *, reduction: Reduction
     ) -> jax.Array:
         """The residual stream of `linear_exchange_add_rms_norm` of this module, in one launch."""
         ...
@@ -98,18 +99,9 @@ class ExchangeKernel(Protocol):
         ...
 
     def exchange_choose_token(
-        self,
-        logits,
-        temperature,
-        key,
-        first_token_id,
-        peers,
-        slots,
-        parities,
-        *,
-        vocab_block: int,
+        self, logits, temperature, key, first_token_id, mailbox: Mailbox, *, vocab_block: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `exchange_choose_token` of this module, with the fields of `Mailboxes` one by one."""
+        """See `exchange_choose_token` of this module."""
         ...
 
 
@@ -120,7 +112,7 @@ EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange_k
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mailboxes:
-    """Memory in which the ranks of each tp group leave words for one another, region by region.
+    """The `Mailbox` of every rank of a mesh.
 
     Kernels of peers write to it by address, behind XLA's back, so nothing but an exchange kernel
     may read it.
@@ -137,9 +129,9 @@ class Mailboxes:
     parities: Any
 
     @property
-    def of_rank(self) -> tuple[Any, Any, Any]:
-        """This rank's share, inside `shard_map`."""
-        return self.peers[0, 0], self.slots[0, 0], self.parities[0, 0]
+    def of_rank(self) -> Mailbox:
+        """This rank's, inside `shard_map`."""
+        return Mailbox(self.peers[0, 0], self.slots[0, 0], self.parities[0, 0])
 
 
 @jax.tree_util.register_dataclass
@@ -341,7 +333,7 @@ def exchange_add_rms_norm(
         residual,
         bias,
         gain,
-        *exchange.rows.of_rank,
+        exchange.rows.of_rank,
         eps=eps,
     )
 
@@ -397,7 +389,7 @@ def linear_exchange_add_rms_norm(
     kernel = EXCHANGE_KERNELS[backend]
     assert exchange.tiles is not None  # of whoever `adds_tiles`
     total = kernel.linear_exchange_add(
-        x, w, residual, bias, *exchange.tiles.of_rank, reduction=reduction
+        x, w, residual, bias, exchange.tiles.of_rank, reduction=reduction
     )
     if kernel.normalises_input(*total.shape):
         return total, None
@@ -444,7 +436,7 @@ def exchange_choose_token(
         temperature,
         key,
         lax.axis_index(TP_AXIS) * logits.shape[1],
-        *exchange.choices.of_rank,
+        exchange.choices.of_rank,
         vocab_block=vocab_block,
     )
 

@@ -7,6 +7,7 @@ How words travel, and why none is lost or read twice, says `sm90_slots`.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,13 @@ from jax.extend.mlir.dialects import arith, memref, vector
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, ROW_SCRATCH, row_log_sum_exp
 from detjax.pallas_kernels.sampling.sm90 import first_operand
-from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
+from detjax.pallas_kernels.sampling.sm90_choice import (
+    MERGE_SCRATCH,
+    ScoredParts,
+    best_of_parts,
+    merge_row,
+)
+from detjax.parallel.mailbox import Mailbox
 from detjax.parallel.sm90_slots import RowSlots, flip_parity, receive_chunk, send_chunk
 
 _VEC = 4
@@ -65,9 +72,19 @@ def _put(values, ref, start, count: int, math: rows.Arithmetic) -> None:
     emit(values, ref, start)
 
 
+class _RowMemory(NamedTuple):
+    """Shared memory of a CTA, of one row of logits on all ranks."""
+
+    maxima: Any  # [ranks * blocks + 1] f32
+    sums: Any  # [ranks * blocks + 1] f32
+    best: Any  # [ranks, LANES] f32: a rank's best score, its token and its logit
+    merge: Any  # of `merge_row`
+    sum: Any  # of `row_log_sum_exp`
+
+
 @functools.partial(jax.jit, static_argnames=("vocab_block",))
 def exchange_choose_token(
-    logits, temperature, key, first_token_id, peers, slots, parities, *, vocab_block: int
+    logits, temperature, key, first_token_id, mailbox: Mailbox, *, vocab_block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `exchange.exchange_choose_token`.
 
@@ -76,9 +93,7 @@ def exchange_choose_token(
         temperature: float32 [M]; 0 is greedy.
         key: Of each row, from `noise.row_key`.
         first_token_id: Of this rank's share, an int32 scalar: its index in the group times v.
-        peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
-        slots: uint32 [2, R, tp - 1, W], this rank's, written by its peers.
-        parities: int32 [R], of the next exchange of each row.
+        mailbox: Of a region a row, of `choice_words(v)` words.
         vocab_block: Tokens of a block, 128.
 
     Raises:
@@ -89,13 +104,13 @@ def exchange_choose_token(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = logits.shape
-    _, max_rows, num_peers, words = slots.shape
+    _, max_rows, num_peers, words = mailbox.slots.shape
     if vocab_block != LOGIT_BLOCK:
         raise ValueError(f"sm90 sampling has blocks of {LOGIT_BLOCK} logits, not {vocab_block}")
     if num_rows > max_rows:
         raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")
     if words != choice_words(width):
-        raise ValueError(f"{slots.shape=} are not slots of {width} tokens a rank")
+        raise ValueError(f"{mailbox.slots.shape=} are not slots of {width} tokens a rank")
     num_ranks, blocks = num_peers + 1, width // LOGIT_BLOCK
     first_id = first_operand(first_token_id)
     parts = best_of_parts(logits, temperature, key, first_id, interpret=False)
@@ -109,15 +124,21 @@ def exchange_choose_token(
     scalars_at = 2 * len(chunks) * _VEC
 
     def body(
-        values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, first_gmem, peers_gmem,
-        slots_gmem, parities_gmem, token_gmem, logprob_gmem, lse_gmem,
-        max_smem, sum_smem, best_smem, *smem,
-    ):  # fmt: skip
-        of_merge, of_sum = smem[: len(MERGE_SCRATCH)], smem[len(MERGE_SCRATCH) :]
+        parts: ScoredParts,
+        logits_gmem,  # [M, v] f32
+        first_gmem,  # [1] int32
+        mailbox: Mailbox,
+        token_gmem,  # [M] int32
+        logprob_gmem,  # [M] f32
+        lse_gmem,  # [M] f32
+        memory: _RowMemory,
+    ):
+        peers_gmem, slots_gmem, parities_gmem = mailbox
+        max_smem, sum_smem, best_smem, of_merge, of_sum = memory
         row, first = lax.axis_index("row"), first_gmem[0]
         rank = lax.div(first, width)
         parity = parities_gmem[row]
-        value, token = merge_row(values_gmem.at[row], tokens_gmem.at[row], of_merge, False)
+        value, token = merge_row(parts.values.at[row], parts.tokens.at[row], of_merge, False)
         # No token is chosen of a row of NaN.
         logit = logits_gmem[row, jnp.minimum(token - first, width - 1)]
         thread, shape = narrow.iota((rows.LANES,), 0), (rows.LANES,)
@@ -133,11 +154,15 @@ def exchange_choose_token(
         place = parity, row, jnp.int32(scalars_at)
         send_chunk(best, narrow, narrow_slots, peers_gmem, *place)
         best_smem.at[rank][...] = best
-        of_blocks = [(maxima_gmem, max_smem, -jnp.inf), (sums_gmem, sum_smem, 0.0)]
-        for which, (memory, kept, fill) in enumerate(of_blocks):
+        of_blocks = [(parts.maxima, max_smem, -jnp.inf), (parts.sums, sum_smem, 0.0)]
+        for which, (blocks_gmem, kept, fill) in enumerate(of_blocks):
             for i, count in chunks:
                 own = rows.load_padded(
-                    memory.at[row, pl.ds(i * _CHUNK, count)], count, wide, size=_CHUNK, fill=fill
+                    blocks_gmem.at[row, pl.ds(i * _CHUNK, count)],
+                    count,
+                    wide,
+                    size=_CHUNK,
+                    fill=fill,
                 )
                 chunk = jnp.int32(which * len(chunks) + i)
                 send_chunk(own, wide, wide_slots, peers_gmem, parity, row, chunk)
@@ -175,17 +200,19 @@ def exchange_choose_token(
     statistics = plgpu.SMEM((num_ranks * blocks + 1,), jnp.float32)
     token, logprob, lse = rows.run_kernel(
         body,
-        (*parts, logits, first_id, peers, slots, parities),
+        (parts, logits, first_id, mailbox),
         out=[jax.ShapeDtypeStruct((num_rows,), jnp.int32), of_rows, of_rows],
         grid={"row": num_rows},
         name="detjax_exchange_choose_token",
         is_interpreted=False,
         scratch_types=[
-            statistics,
-            statistics,
-            plgpu.SMEM((num_ranks, rows.LANES), jnp.float32),
-            *MERGE_SCRATCH,
-            *ROW_SCRATCH,
-        ],  # fmt: skip
+            _RowMemory(
+                maxima=statistics,
+                sums=statistics,
+                merge=MERGE_SCRATCH,
+                sum=ROW_SCRATCH,
+                best=plgpu.SMEM((num_ranks, rows.LANES), jnp.float32),
+            ),
+        ],
     )
     return token, logprob, lse

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.rms_norm import sm90 as norm
+from detjax.parallel.mailbox import Mailbox
 from detjax.parallel.sm90_slots import RowSlots, flip_parity, receive_chunk, send_chunk
 
 
@@ -30,7 +31,7 @@ def takes_width(width: int) -> bool:
 
 @functools.partial(jax.jit, static_argnames=("eps",))
 def exchange_add_rms_norm(
-    leaf_sums, residual, bias, gain, peers, slots, parities, *, eps: float
+    leaf_sums, residual, bias, gain, mailbox: Mailbox, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `exchange.exchange_add_rms_norm`.
 
@@ -39,9 +40,7 @@ def exchange_add_rms_norm(
         residual: The residual stream.
         bias: The product's bias, or None.
         gain: Scale of each channel.
-        peers: uint32 [tp - 1, 2], addresses of the other ranks' slots by XOR distance from 1.
-        slots: uint32 [2, R, tp - 1, D or 3 D], this rank's, written by its peers.
-        parities: int32 [R], of the next exchange of each row.
+        mailbox: Of a region a row, of D or 3 D words.
         eps: Added to the mean square.
 
     Raises:
@@ -56,14 +55,14 @@ def exchange_add_rms_norm(
     """
     num_rows, width = residual.shape
     num_leaves, num_parts = norm.num_terms(leaf_sums)
-    _, max_rows, num_peers, _ = slots.shape
+    _, max_rows, num_peers, words = mailbox.slots.shape
     form = norm.row_sum(width)
     if not takes_width(width):
         raise ValueError(f"the exchange kernel takes wide rows only, not {width=}")
     if num_rows > max_rows:
         raise ValueError(f"{num_rows} rows are more than the {max_rows} that have slots")
-    if slots.shape[3] != num_parts * width:
-        raise ValueError(f"{slots.shape=} are not slots of {num_parts} rows of {width=}")
+    if words != num_parts * width:
+        raise ValueError(f"{mailbox.slots.shape=} are not slots of {num_parts} rows of {width=}")
     chunk = rows.LANES * form.vec_len
     warpgroups = norm.choose_schedule(
         num_rows=num_rows, num_chunks=form.num_parts, num_leaves=num_leaves * num_parts
@@ -81,9 +80,7 @@ def exchange_add_rms_norm(
         residual_gmem,  # [M, D]
         bias_gmem,  # [D], or None
         gain_gmem,  # [D]
-        peers_gmem,  # [tp - 1, 2] uint32
-        slots_gmem,  # [2, R, tp - 1, D or 3 D] uint32
-        parities_gmem,  # [R] int32
+        mailbox: Mailbox,
         total_gmem,  # [M, D]
         out_gmem,  # [M, D]
         sums_smem,  # [chunks, LANES] f32
@@ -93,7 +90,7 @@ def exchange_add_rms_norm(
         first_chunk = lax.axis_index("wg") * each if warpgroups > 1 else jnp.int32(0)
         columns = [pl.ds((first_chunk + i) * chunk, chunk) for i in range(each)]
 
-        parity = parities_gmem[row]
+        parity = mailbox.parities[row]
 
         def own_tree(part, i):
             leaves = norm.load_leaves(leaves_gmem, part, (row, columns[i]), math.load)
@@ -110,7 +107,7 @@ def exchange_add_rms_norm(
             for part in range(num_parts):
                 own.append(own_tree(part, i))
                 place = (parity, row, first_chunk + (part * form.num_parts + i))
-                send_chunk(own[-1], math, places, peers_gmem, *place)
+                send_chunk(own[-1], math, places, mailbox.peers, *place)
         # WHY: parts read all of it behind the wait: what would wait for it does not fit in
         # registers (5120 channels on 4 ranks spilled 120 bytes, 8192 on 8 720; 2026-11).
         is_late = num_parts > 1
@@ -123,8 +120,9 @@ def exchange_add_rms_norm(
                 # ORDER: level by level, as the butterfly: distance 1, then 2 and 3, then 4 to 7.
                 distances = range(1 << level, 2 << level)
                 others = receive_chunk(
-                    distances, math, places, (chunk,), slots_gmem, parity, row, first_chunk + at
-                )
+                    distances, math, places, (chunk,),
+                    mailbox.slots, parity, row, first_chunk + at,
+                )  # fmt: skip
                 partial = partial + rows.pairwise(others, lambda a, b: a + b)
             return partial
 
@@ -147,7 +145,7 @@ def exchange_add_rms_norm(
         else:
             plgpu.commit_smem()
         # All threads of the CTA have read it by now.
-        flip_parity(parities_gmem, row, parity)
+        flip_parity(mailbox.parities, row, parity)
         scale = norm.wide_scale(sums_smem, math, shape=(chunk,), width=width, eps=eps)
         for c, v, g in zip(columns, values, gains, strict=True):
             normed = math.mul(math.mul(v, scale), g.astype(jnp.float32))
@@ -157,7 +155,7 @@ def exchange_add_rms_norm(
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     total, out = rows.run_kernel(
         body,
-        (leaf_sums, residual, bias, gain, peers, slots, parities),
+        (leaf_sums, residual, bias, gain, mailbox),
         out=[shape, shape],
         grid={"cta": num_rows},
         name="detjax_exchange_add_rms_norm",

@@ -24,6 +24,7 @@ from detjax.pallas_kernels.linear import sm90 as linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import RanksSum
 from detjax.pallas_kernels.linear.tiles import MAX_RANKS_ROWS
 from detjax.pallas_kernels.sm90_ptx import LANES, i32, i64
+from detjax.parallel.mailbox import Mailbox
 from detjax.parallel.sm90_slots import (
     join_words,
     receive,
@@ -51,8 +52,7 @@ def num_tiles(width: int) -> int:
 class TileExchange:
     """The ranks of `linear.sm90.linear_add_ranks`.
 
-    `memory` is peers uint32 [tp - 1, 2], slots uint32 [2, tiles, tp - 1, TILE_WORDS] and parities
-    int32 [tiles], as in `exchange.Mailboxes`.
+    `memory` is a `Mailbox` of a region a tile, of TILE_WORDS each.
     """
 
     def begin(self, memory: tuple, tile) -> tuple:
@@ -145,8 +145,8 @@ def adds_tiles(x, w) -> bool:
 
 
 def linear_exchange_add(
-    x, w, residual, bias, peers, slots, parities, *, reduction: Reduction
+    x, w, residual, bias, mailbox: Mailbox, *, reduction: Reduction
 ) -> jax.Array:
     """See `exchange.ExchangeKernel.linear_exchange_add`."""
-    exchange = RanksSum(memory=(peers, slots, parities), ranks=TileExchange())
+    exchange = RanksSum(memory=mailbox, ranks=TileExchange())
     return linear.linear_add_ranks(x, w, residual, bias, exchange, reduction=reduction)

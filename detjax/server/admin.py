@@ -236,7 +236,7 @@ class Admin:
 
     @property
     def routes(self) -> tuple[RouteRow, ...]:
-        """Of the table of routes: verb, path, what it does, what it asks."""
+        """Of the table of routes: verb, path, handler, type of the body."""
         return (
             ("POST", "/update_weights_from_disk", self.update_weights, UpdateWeightsRequest),
             ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterRequest),

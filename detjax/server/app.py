@@ -84,11 +84,11 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
             verb=verb,
             path=path.replace(":path", ""),
             summary=(run.__doc__ or "").partition("\n")[0],
-            asks=asks,
+            body=body,
             is_open=path in gate.open_paths,
             is_admin=path in gate.admin_paths,
         )
-        for verb, path, run, asks in table
+        for verb, path, run, body in table
         if path not in PAGE_PATHS
     ])  # fmt: skip
     return Starlette(

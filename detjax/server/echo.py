@@ -64,7 +64,7 @@ def legacy_logprobs(
     """Logprobs in the shape of /v1/completions.
 
     Args:
-        echoed: Tokens of the prompt, which begin at 0; none where they are told elsewhere.
+        echoed: Tokens of the prompt, which begin at 0; none where an earlier event has them.
         tokens: Generated tokens, each with the text that it adds itself.
         offset: Where the first of these begins in the text.
         num_top: How many of the most likely tokens are wanted; the token itself is there too.

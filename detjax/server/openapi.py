@@ -29,7 +29,7 @@ class Operation:
         verb: GET or POST.
         path: With its parameters in braces.
         summary: What it does.
-        asks: The type of its body; None has none.
+        body: The type of its body; None has none.
         is_open: It needs no key, where there are keys.
         is_admin: It needs an administrator's key. Fields that are all optional may come in the
             query, too.
@@ -38,15 +38,15 @@ class Operation:
     verb: str
     path: str
     summary: str
-    asks: type[msgspec.Struct] | None
+    body: type[msgspec.Struct] | None
     is_open: bool
     is_admin: bool = False
 
     @property
     def needs_body(self) -> bool:
         """Whether a request without a body is refused."""
-        assert self.asks is not None
-        has_required = any(its.required for its in msgspec.structs.fields(self.asks))
+        assert self.body is not None
+        has_required = any(its.required for its in msgspec.structs.fields(self.body))
         return has_required or not self.is_admin
 
 
@@ -74,9 +74,11 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 def document(operations: Sequence[Operation]) -> Json:
     """The OpenAPI document of some routes."""
-    asked = [one.asks for one in operations if one.asks is not None]
-    _, found = msgspec.json.schema_components([*asked, ErrorBody], ref_template=_SCHEMAS + "{name}")
-    taken = {kind.__name__ for kind in asked} | (found.keys() - {"Error", "ErrorBody"})
+    bodies = [one.body for one in operations if one.body is not None]
+    _, found = msgspec.json.schema_components(
+        [*bodies, ErrorBody], ref_template=_SCHEMAS + "{name}"
+    )
+    taken = {kind.__name__ for kind in bodies} | (found.keys() - {"Error", "ErrorBody"})
     schemas = {
         name: _described(_nullable(it) if name in taken else it) for name, it in found.items()
     }
@@ -140,8 +142,8 @@ def _operation(one: Operation) -> Json:
         if one.is_admin
         else [{"key": []}, {}],
     }
-    if one.asks is not None:
-        schema = {"$ref": _SCHEMAS + one.asks.__name__}
+    if one.body is not None:
+        schema = {"$ref": _SCHEMAS + one.body.__name__}
         told["requestBody"] = {
             "required": one.needs_body,
             "content": {"application/json": {"schema": schema}},
@@ -169,8 +171,8 @@ def page(told: Json) -> bytes:
     ]
     for path, verbs in told["paths"].items():
         for verb, one in verbs.items():
-            asks = one.get("requestBody", {}).get("content", {}).get("application/json")
-            name = asks["schema"]["$ref"].removeprefix(_SCHEMAS) if asks else ""
+            body = one.get("requestBody", {}).get("content", {}).get("application/json")
+            name = body["schema"]["$ref"].removeprefix(_SCHEMAS) if body else ""
             link = f' takes <a href="#{name}">{name}</a>' if name else ""
             lines.append(
                 f"<li><code>{verb.upper()} {html.escape(path)}</code>{link}: "

@@ -240,7 +240,7 @@ class Worker:
             raise RuntimeError(f"the process for {self._what} did not start: {error!r}") from error
 
     def _ready(self) -> None:
-        """Start a process and tell it its setup, in the thread, unless one runs."""
+        """Start a process and send it its setup, in the thread, unless one runs."""
         if self._processes and self._processes[0].process.poll() is not None:
             _end_all(self._processes)  # the system has killed it
         if not self._processes:

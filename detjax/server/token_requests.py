@@ -93,7 +93,7 @@ _OWN = frozenset((
     "model", "prompt", "priority", "cache_salt", "return_token_ids", "return_tokens_as_token_ids",
     "echo", "stream", "suffix", "stream_options",
 ))  # fmt: skip
-"""Fields of a completion that are no sampling, or are said elsewhere."""
+"""Fields of a completion that are no sampling parameters, or have other names in this shape."""
 
 
 def _choice(choice: Json) -> Json:

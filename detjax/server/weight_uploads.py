@@ -195,7 +195,7 @@ class WeightUploads:
 
     @property
     def routes(self) -> tuple[RouteRow, ...]:
-        """Of the table of routes: verb, path, what it does, what it asks."""
+        """Of the table of routes: verb, path, handler, type of the body."""
         return (
             ("POST", "/start_weight_update", self.start, StartWeightUpdateRequest),
             ("POST", "/update_weights", self.update, None),

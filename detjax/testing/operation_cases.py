@@ -39,9 +39,11 @@ from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.lora import api as lora
 from detjax.pallas_kernels.moe import api as moe
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling import api as sampling
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -147,7 +149,7 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
         pages = bf16(2, 12, 2, kv_heads, 128, channels)
         table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
         gains = (bf16(channels), bf16(channels))
-        shape = {"window": window, "profile": PROFILE, "layer": 1}
+        shape = {"window": window, "profile": PROFILE}
         for query_len, starts in ((1, (700, 64)), (70, (600, 0)), (140, (0, 450))):
             positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
             positions[1, 65:70] = -1
@@ -159,16 +161,17 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             def run(on, q=q, qkv=qkv, cos=cos, sin=sin, positions=positions, pages=pages,
                     table=table, gains=gains, shape=shape):  # fmt: skip
-                place = (pages, table, positions)
-                options = {"eps": EPS, "backend": on}
-                queries, written = rope_into_cache(qkv, cos, sin, gains, *place, layer=0, **options)
+                place = CachePlace(pages, table, positions, layer=1)
+                rotation, options = Rotation(cos, sin, gains), {"eps": EPS, "backend": on}
+                first = place._replace(layer=0)
+                queries, written = rope_into_cache(qkv, rotation, first, **options)
                 return (
-                    attention(q, *place, **shape, backend=on),
+                    attention(q, place, **shape, backend=on),
                     rope(qkv, cos, sin, backend=on),
                     queries,
                     written[0],
-                    rope_attention(qkv, cos, sin, gains, *place, **shape, **options)[0],
-                    rope_attention(qkv, cos, sin, None, *place, **shape, **options)[0],
+                    rope_attention(qkv, rotation, place, **shape, **options)[0],
+                    rope_attention(qkv, Rotation(cos, sin), place, **shape, **options)[0],
                 )
 
             yield f"attention {channels} window {window} queries {query_len}", run
@@ -195,10 +198,10 @@ def _sink_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
         def run(on, q=q, qkv=qkv, cos=cos, sin=sin, table=table, positions=positions,
                 window=window):  # fmt: skip
-            place = (pages, table, positions)
+            place = CachePlace(pages, table, positions, layer=0)
             options = {"window": window, "profile": PROFILE, "sinks": sinks, "backend": on}
-            rotated, _ = rope_attention(qkv, cos, sin, None, *place, layer=0, eps=EPS, **options)
-            return attention(q, *place, layer=0, **options), rotated
+            rotated, _ = rope_attention(qkv, Rotation(cos, sin), place, eps=EPS, **options)
+            return attention(q, place, **options), rotated
 
         yield f"sinks batch {batch} queries {query_len} window {window}", run
 
@@ -275,17 +278,17 @@ def _expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             def run(on, x=x, residual=residual, logits=logits, gate_up=gate_up, down=down,
                     gain=gain, next_w=next_w, top_k=top_k, num_experts=num_experts):  # fmt: skip
+                experts = ExpertWeights(gate_up, down)
                 routed = {"num_experts": num_experts, "top_k": top_k}
                 shared = moe.route(logits, **routed, renormalise=False, backend=on)
                 ids, weights = moe.route(logits, **routed, renormalise=True, backend=on)
-                y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, backend=on)
+                y = moe.expert_mlp(x, ids, experts, first_expert=0, backend=on)
                 half = num_experts // 2
-                mine = moe.expert_mlp(
-                    x, ids, gate_up[half:], down[half:], first_expert=half, num_ranks=2, backend=on
-                )
+                own = ExpertWeights(gate_up[half:], down[half:])
+                mine = moe.expert_mlp(x, ids, own, first_expert=half, num_ranks=2, backend=on)
                 norm = {"eps": EPS, "backend": on}
                 whole = moe.route_mlp_add_rms_norm(
-                    x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True, **norm
+                    x, logits, experts, residual, gain, top_k=top_k, renormalise=True, **norm
                 )
                 late = moe.combine_experts_norm_linear(
                     y, weights, residual, gain, next_w, out_dtype=F32, **norm
@@ -308,6 +311,7 @@ def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]
         gate_up_bias=bf16(num_experts, 2 * hidden), down_bias=bf16(num_experts, width),
         clamp=SwigluClamp(alpha=1.702, limit=7.0),
     )  # fmt: skip
+    experts = ExpertWeights(gate_up, down, extras)
     for m in (1, 7, 40, 300):
         x, residual = bf16(m, width), bf16(m, width, scale=4.0)
         logits = jnp.asarray(rng.standard_normal((m, 64)).astype(np.float32) * 2)
@@ -316,15 +320,12 @@ def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]
             ids, weights = moe.route(
                 logits, num_experts=num_experts, top_k=top_k, renormalise=True, backend=on
             )
-            options = {"extras": extras, "backend": on}
-            y = moe.expert_mlp(x, ids, gate_up, down, first_expert=0, **options)
+            y = moe.expert_mlp(x, ids, experts, first_expert=0, backend=on)
+            options = {"top_k": top_k, "renormalise": True, "backend": on}
             whole = moe.route_mlp_add_rms_norm(
-                x, logits, gate_up, down, residual, gain, top_k=top_k, renormalise=True,
-                eps=EPS, **options,
-            )  # fmt: skip
-            routed = moe.route_mlp(
-                x, logits, gate_up, down, top_k=top_k, renormalise=True, **options
+                x, logits, experts, residual, gain, eps=EPS, **options
             )
+            routed = moe.route_mlp(x, logits, experts, **options)
             return ids, weights, y, *whole, *routed
 
         yield f"clamped experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
@@ -499,12 +500,12 @@ def _float32_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             def attend(on, q=q, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
                        positions=positions, window=window):  # fmt: skip
-                place = (pages, table, positions)
+                place = CachePlace(pages, table, positions, layer=1)
                 queries, written = rope_into_cache(
-                    qkv, cos, sin, gains, *place, layer=0, eps=EPS, backend=on
+                    qkv, Rotation(cos, sin, gains), place._replace(layer=0), eps=EPS, backend=on
                 )
-                shape = {"window": window, "profile": PROFILE, "layer": 1, "backend": on}
-                return attention(q, *place, **shape), queries, written[0]
+                shape = {"window": window, "profile": PROFILE, "backend": on}
+                return attention(q, place, **shape), queries, written[0]
 
             yield f"float32 attention {channels} window {window} queries {query_len}", attend
 

@@ -15,6 +15,7 @@ from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.training.formulas import plain_rms_norm, plain_swiglu
 from detjax.training.gradients import (
     COLUMN_AXIS,
@@ -98,8 +99,7 @@ def expert_mlp(
         return expert_mlp_kernel(
             x,
             expert_ids,
-            w_gate_up.astype(dtype),
-            w_down.astype(dtype),
+            ExpertWeights(w_gate_up.astype(dtype), w_down.astype(dtype)),
             first_expert=0,
             backend=ctx.backend,
         )

@@ -26,10 +26,12 @@ from detjax.pallas_kernels.embedding.api import embed as embed_kernel
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kernel
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope as rope_kernel
 from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
 from detjax.training import adapter_operations
 from detjax.training.attention_gradient import SelfAttention, attention_gradients
@@ -262,19 +264,14 @@ def self_attention(
             partial(rope_kernel, backend=ctx.backend),
             partial(rms_norm_kernel, backend=ctx.backend),
             qkv.reshape(-1, num_all, channels),
-            jnp.tile(cos, (batch, 1)),
-            jnp.tile(sin, (batch, 1)),
-            gains,
+            Rotation(jnp.tile(cos, (batch, 1)), jnp.tile(sin, (batch, 1)), gains),
             num_kv_heads=num_kv,
             eps=eps,
         )
-        pages = write_pages(pages, k, v, table, positions, 0)
+        place = CachePlace(pages, table, positions, layer=0)
         return attention_kernel(
             q.reshape(batch, length, num_heads, channels),
-            pages,
-            table,
-            positions,
-            layer=0,
+            place._replace(pages=write_pages(place, k, v)),
             window=window,
             profile=profile,
             backend=ctx.backend,

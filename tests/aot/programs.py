@@ -48,6 +48,9 @@ from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
 from detjax.testing.dummies import dummy_config
@@ -171,7 +174,7 @@ def experts(num_rows: int, operands: OperandType = OperandType.BFLOAT16) -> aot.
         if operands is not OperandType.BFLOAT16:
             w_gate_up, w_down = (W8A8Matrix(values=v, scales=s) for v, s in (w_gate_up, w_down))
         return route_mlp_add_rms_norm(
-            x, logits, w_gate_up, w_down, residual, gain,
+            x, logits, ExpertWeights(w_gate_up, w_down), residual, gain,
             top_k=shape.top_k, renormalise=shape.renormalise, eps=1e-6, backend=Backend.SM90,
         )  # fmt: skip
 
@@ -193,7 +196,7 @@ def expert_share(num_rows: int) -> aot.CompiledProgram:
 
     def run(x, ids, w_gate_up, w_down, first_expert):
         return expert_mlp(
-            x, ids, w_gate_up, w_down,
+            x, ids, ExpertWeights(w_gate_up, w_down),
             first_expert=first_expert, num_ranks=4, backend=Backend.SM90,
         )  # fmt: skip
 
@@ -212,10 +215,8 @@ def attend(batch: int, length: int, context: int) -> aot.CompiledProgram:
     num_pages = context // 128
 
     def run(q, pages, table, positions):
-        return attention(
-            q, pages, table, positions,
-            layer=0, window=None, profile=PROFILE, backend=Backend.SM90,
-        )  # fmt: skip
+        place = CachePlace(pages, table, positions, layer=0)
+        return attention(q, place, window=None, profile=PROFILE, backend=Backend.SM90)
 
     return aot.compile_program(
         run,
@@ -232,8 +233,8 @@ def attend_new(batch: int, context: int) -> aot.CompiledProgram:
 
     def run(qkv, cos, sin, pages, table, positions, o):
         return rope_attention(
-            qkv, cos, sin, None, pages, table, positions, layer=0, window=None, eps=1e-5,
-            profile=PROFILE, backend=Backend.SM90, prefetch=o,
+            qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer=0),
+            window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90, prefetch=o,
         )  # fmt: skip
 
     shapes = (

@@ -18,7 +18,9 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90 as attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal
 
 BF16, F32, I32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)
@@ -73,7 +75,7 @@ def decode_step(num_pages: int = 2):
     def run(qkv, cos, sin, pages, table, positions, w):
         for layer in range(2):
             out, pages = attention.rope_attention(
-                qkv, cos, sin, None, pages, table, positions, layer,
+                qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer),
                 window=None, eps=1e-5, profile=NumericsProfile(),
             )  # fmt: skip
             rows = out.reshape(out.shape[0], -1)

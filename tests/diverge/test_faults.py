@@ -104,10 +104,10 @@ def test_control_a_tap_that_changes_a_bit_is_noticed(monkeypatch):
 def test_splits_chosen_from_the_batch_are_found_in_their_layer(monkeypatch):
     sound = portable_attention.attention
 
-    def attention(q, pages, page_table, positions, layer, *, window, profile):
-        if layer == 1 and q.shape[0] > 1:
+    def attention(q, place, *, window, profile):
+        if place.layer == 1 and q.shape[0] > 1:
             profile = dataclasses.replace(profile, attention_split=PAGE)
-        return sound(q, pages, page_table, positions, layer, window=window, profile=profile)
+        return sound(q, place, window=window, profile=profile)
 
     monkeypatch.setattr(portable_attention, "attention", attention)
     found = find("", "batch=3,row=1", num_layers=2)
@@ -120,10 +120,11 @@ def test_splits_chosen_from_the_batch_are_found_in_their_layer(monkeypatch):
 def test_a_key_dropped_at_a_page_end_is_found_where_it_is_not_written(monkeypatch):
     sound = portable_rope.write_pages
 
-    def write_pages(pages, k, v, page_table, positions, layer):
+    def write_pages(place, k, v):
+        positions = place.positions
         if positions.shape[1] == 1:
             positions = jnp.where(positions % PAGE == PAGE - 1, -1, positions)
-        return sound(pages, k, v, page_table, positions, layer)
+        return sound(place._replace(positions=positions), k, v)
 
     monkeypatch.setattr(portable_rope, "write_pages", write_pages)
     found = find("path=prefill", "")

@@ -77,6 +77,7 @@ def before_each_call(made: Engine, does: Callable[[], object]) -> None:
     made.programs.get = get_other
 
 
+@pytest.mark.slow
 def test_a_step_returns_while_its_program_waits_to_be_called():
     """The control waits for the call itself, and gives up."""
     made, may_run = engine(), threading.Event()

@@ -87,6 +87,7 @@ def plain(engine) -> list[Completion]:
 # --------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
 def test_a_head_changes_no_bit(engine, plain, mode):
@@ -97,6 +98,7 @@ def test_a_head_changes_no_bit(engine, plain, mode):
     assert 0.02 < counts.acceptance < 0.6, "windows of every length must have been accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_a_head_of_nans_changes_no_bit(model, programs, plain, head):
     host = head.take_weights_to_host()
@@ -280,6 +282,7 @@ def test_a_head_of_a_mixture_of_experts_changes_no_bit():
     assert made.stats().drafts["eagle3"].num_windows > 5
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_committing_drafts_unseen_gives_other_bits(model, head, plain, monkeypatch):
     """Acceptance by the head's own argmax, not by equality with the canonical token."""
@@ -363,6 +366,7 @@ def test_a_step_without_a_head_is_the_same_program(model, programs, kind):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_only_programs_that_are_compiled_ahead_have_run(programs, plain):
     configs = [
         EngineConfig(**SIZES | {"decode_steps": steps}, **EAGLE3, mode=mode, max_draft_batch=most)

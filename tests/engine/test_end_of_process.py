@@ -39,11 +39,13 @@ def ended(how: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_program_runs():
     run = ended("as it is")
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_a_copy_that_has_been_asked_for_ends_it_by_a_signal():
     """Why a CPU is not asked for copies of results."""

@@ -150,6 +150,7 @@ def test_requests_may_come_at_any_time_and_each_gets_its_own_answer():
         assert_canonical(of_request(outputs, request_id), one)
 
 
+@pytest.mark.slow
 def test_tokens_are_released_one_by_one_in_invariant_mode_and_by_windows_in_dvr():
     asked = request(max_tokens=24)
     for mode, most in (("invariant", 1), ("dvr", 6)):
@@ -416,10 +417,11 @@ def own_model() -> LoadedModel:
     return dataclasses.replace(model(), params=jax.tree.map(jnp.copy, model().params))
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     "draft",
-    [{}, pytest.param({"mode": "dvr", "draft_weights": "int8"}, marks=pytest.mark.slow)],
+    [{}, {"mode": "dvr", "draft_weights": "int8"}],
 )
 def test_new_weights_answer_as_if_they_had_been_loaded(draft):
     """No page of the old weights is used; the control keeps them and gives another answer."""

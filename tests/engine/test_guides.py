@@ -133,7 +133,7 @@ ENDED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases("1.0-bad_words", "1.0-stop_token_ids")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDED)
 @pytest.mark.parametrize("temperature", quick_and_slow([1.0], [0.0]))
 def test_a_form_that_is_complete_ends_whatever_the_masks_say(llm, name, temperature):

@@ -120,6 +120,7 @@ def run(tp: int, samplings=SAMPLINGS):
     return logits, np.asarray(adjusted), chosen, alone
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("tp", quick_and_slow([2], [1, 4]))
 def test_adjusted_logits_are_those_of_the_specification(tp):
@@ -172,6 +173,7 @@ def test_processed_logprobs_are_of_what_is_sampled_from():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_control_another_order_has_other_bits():
     """Were the penalty subtracted before the bias is added, the reference would differ."""
     biased = dataclasses.replace(SAMPLINGS[1], logit_bias=tuple((i, 1 / 3) for i in range(12)))

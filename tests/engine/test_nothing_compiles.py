@@ -162,6 +162,7 @@ def test_the_number_of_programs_follows_from_sizes_and_modes_alone():
     ), json.dumps([key.name for key in made.programs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "kinds", "num_spare"),
     quick_and_slow(

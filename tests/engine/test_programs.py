@@ -27,7 +27,7 @@ def _copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
     return [line for line in hlo.splitlines() if re.search(rf"= \w+\[{text}\]\S* copy\(", line)]
 
 
-@pytest.mark.quick_cases("decode-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "length"), [("decode", 1), ("prefill", 32)])
 def test_step_does_not_copy_the_cache(kind, length):
     model = dummy_model(dummy_config())

@@ -138,6 +138,7 @@ def test_prompts_of_one_seed_agree_as_often_as_chance_has_it(noise):
     assert noise == "per_prompt" or found > 5 * chance.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["per_prompt", pytest.param("common", marks=pytest.mark.control)])
 def test_a_mean_over_prompts_varies_as_that_of_independent_ones(noise):
     """Of 64 prompts, those whose token is below half of the vocabulary, for each of 100 seeds.
@@ -223,6 +224,7 @@ def _kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {int(t) for t in order[kept]}
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 10_000),

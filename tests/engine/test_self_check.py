@@ -224,6 +224,7 @@ def test_a_fault_of_decode_is_found_when_the_program_is_compiled(monkeypatch, ev
     assert str(kept) in made.self_check_error
 
 
+@pytest.mark.slow
 def test_no_fault_no_difference_and_the_same_bits(evidence):
     """The control of the controls, and what it costs: nothing of an answer."""
     checked = make_engine()

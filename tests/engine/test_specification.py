@@ -27,6 +27,7 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import api as attention_api
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm import api as rms_norm_api
 from detjax.pallas_kernels.sampling import api as sampling_api
 from detjax.parallel.mesh import make_mesh
@@ -320,10 +321,14 @@ def test_attention_ends_with_a_product_with_the_rounded_reciprocal():
     pages[0, 0, 1, 0, :length] = values
     positions = np.arange(length, dtype=np.int32)[None]
     out = attention_api.attention(
-        jnp.zeros((1, length, 1, channels), jnp.float32), jnp.asarray(pages),
-        jnp.zeros((1, 1), jnp.int32), jnp.asarray(positions), layer=0, window=None,
-        profile=NumericsProfile(compute_dtype="float32"), backend=Backend.PORTABLE,
-    )  # fmt: skip
+        jnp.zeros((1, length, 1, channels), jnp.float32),
+        CachePlace(
+            jnp.asarray(pages), jnp.zeros((1, 1), jnp.int32), jnp.asarray(positions), layer=0
+        ),
+        window=None,
+        profile=NumericsProfile(compute_dtype="float32"),
+        backend=Backend.PORTABLE,
+    )
     sums, counts = np.cumsum(values, axis=0, dtype=F), (positions[0, :, None] + 1).astype(F)
     want = sums * (F(1) / counts)
     got = np.asarray(out)[0, :, 0]

@@ -79,6 +79,7 @@ def expected() -> list[Completion]:
     ]
 
 
+@pytest.mark.slow
 def test_probe_depends_on_order_and_every_adapter_changes_answers():
     one = adapters()[1].tensors[0, "down"]
     a = np.asarray(one.a, np.float32)
@@ -92,6 +93,7 @@ def test_probe_depends_on_order_and_every_adapter_changes_answers():
     assert len({done.digest() for done in lone_engine().generate(asked)}) == len(shas)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_answers_do_not_depend_on_the_adapters_in_the_batch():
     """All at once, in two orders."""
@@ -150,6 +152,7 @@ def test_answers_with_adapters_are_bitwise_mesh_invariant(dp, tp):
     assert_same(got, expected(), f"(dp, tp) = {dp, tp}")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_prefill_of_an_answer_gives_the_bits_of_its_decoding():
     asked = requests()[:4]
@@ -208,6 +211,7 @@ def _same_prompt(*shas: str) -> list[Request]:
     return [Request(prompt_token_ids=ids, sampling=sampling, adapter=sha) for sha in shas]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_cached_prefixes_are_shared_within_an_adapter_alone():
     first, second = (adapter.sha256 for adapter in adapters()[:2])
@@ -245,6 +249,7 @@ def _merged(adapter: Adapter) -> LoadedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_a_merged_adapter_gives_other_bits():
     """What serving without a definition of adapters does: close, and never equal."""

@@ -270,6 +270,7 @@ print(json.dumps([c.digest() for c in got]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("num_devices", quick_and_slow([1], [2]))
 def test_answers_are_bitwise_run_invariant_in_a_second_process(num_devices):

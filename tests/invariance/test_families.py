@@ -34,9 +34,8 @@ from detjax.training.weights import master_params, why_not_trained
 from .faults import order_by_company
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-QUICK = ("olmo3", "gpt_oss")
-"""Norms after, norms over all heads, windows in some layers, two rotary embeddings; sinks and
-mixtures of experts with biases."""
+QUICK = ("olmo3",)
+"""Norms after, norms over all heads, windows in some layers, two rotary embeddings."""
 
 OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 """Families whose features test_answers.py and test_expert_answers.py have."""
@@ -76,6 +75,12 @@ def alone(case: str) -> list[Completion]:
     return Engine(model(case), engine_sizes(1)).generate(requests())
 
 
+@cache
+def together(case: str) -> Engine:
+    """An engine of eight at once, in chunks of other lengths."""
+    return Engine(model(case), engine_sizes(8, 48))
+
+
 def assert_same(got: list[Completion], want: list[Completion], claim: str) -> None:
     for g, w in zip(got, want, strict=True):
         assert g.token_ids == w.token_ids, f"{claim}: request {w.request_idx}"
@@ -83,6 +88,7 @@ def assert_same(got: list[Completion], want: list[Completion], claim: str) -> No
         assert_bitwise_equal(np.stack(g.logprobs), np.stack(w.logprobs), claim=where)
 
 
+@pytest.mark.slow
 @EVERY
 def test_probe_depends_on_order(case):
     layer = model(case).params["layers"][0]
@@ -92,21 +98,21 @@ def test_probe_depends_on_order(case):
     assert len({c.token_ids for c in alone(case)}) > 5
 
 
+@pytest.mark.slow
 @EVERY
 def test_batch_and_schedule_change_nothing(case):
-    """Eight requests at once, in chunks of other lengths, hit the prefix cache the second time."""
-    config = engine_sizes(8, 48)
-    engine = Engine(model(case), config)
+    """Eight requests at once hit the prefix cache the second time."""
+    engine = together(case)
     assert_same(engine.generate(requests()), alone(case), f"{case} in a batch")
     assert_same(engine.generate(requests()[::-1])[::-1], alone(case), f"{case} from the cache")
 
 
+@pytest.mark.slow
 @EVERY
 def test_prefill_and_decode_have_the_same_bits(case):
     """An answer's logprobs, greedy ones, are those of its text as a prompt."""
     done = alone(case)
-    engine = Engine(model(case), engine_sizes(4))
-    scores = engine.score([c.prompt_token_ids + c.token_ids for c in done], top=0)
+    scores = together(case).score([c.prompt_token_ids + c.token_ids for c in done], top=0)
     for completion, scored in zip(done, scores, strict=True):
         decoded = np.array([one.logprob for one in scored[-len(completion.token_ids) :]])
         where = f"{case}: request {completion.request_idx}"
@@ -172,6 +178,7 @@ def test_the_step_computes_in_kernels_alone(case):
     assert float_arithmetic_outside_kernels(function, *operands) == []
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen(monkeypatch):
     """The comparison of the batch, on its model and its requests, finds other bits."""

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -51,8 +51,11 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling.api import (
     adjust_logits,
     choose_token,
@@ -166,7 +169,7 @@ def _cases() -> dict[str, Case]:
         *(jnp.asarray(draw.uniform(0.3, 1.9, M), jnp.float32) for _ in range(4)),
     )
     draw = np.random.default_rng(12)
-    experts = bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48)
+    experts = ExpertWeights(bf16(draw, NUM_EXPERTS, 2 * 48, 64), bf16(draw, NUM_EXPERTS, 64, 48))
     expert_ids = jnp.asarray(
         draw.permuted(np.tile(np.arange(NUM_EXPERTS), (M, 1)), axis=1)[:, :TOP_K], jnp.int32
     )
@@ -184,8 +187,8 @@ def _cases() -> dict[str, Case]:
 
     def attend(q, positions, *, heads=slice(None)):
         out = attention(
-            q[None], pages[:, :, :, heads], pages_of[:1], positions[None], layer=1, window=None,
-            profile=PROFILE, **ON,
+            q[None], CachePlace(pages[:, :, :, heads], pages_of[:1], positions[None], layer=1),
+            window=None, profile=PROFILE, **ON,
         )  # fmt: skip
         return out[0]
 
@@ -517,7 +520,7 @@ def _cases() -> dict[str, Case]:
         ),
         "expert_mlp": Case(
             kernel=expert_mlp,
-            call=lambda x, ids: expert_mlp(x, ids, *experts, first_expert=0, **ON),
+            call=lambda x, ids: expert_mlp(x, ids, experts, first_expert=0, **ON),
             rows=routed,
             slices=lambda rank, ranks: (
                 lambda x, ids: _over_ranks(x, ids, experts, ranks=ranks),
@@ -537,7 +540,7 @@ def _cases() -> dict[str, Case]:
                 route_mlp_add_rms_norm(
                     x,
                     logits,
-                    *experts,
+                    experts,
                     r,
                     gain[:64],
                     top_k=TOP_K,
@@ -552,7 +555,7 @@ def _cases() -> dict[str, Case]:
         "route_mlp": Case(
             kernel=route_mlp,
             call=lambda x, logits: _with_weights(
-                *route_mlp(x, logits, *experts, top_k=TOP_K, renormalise=True, **ON)
+                *route_mlp(x, logits, experts, top_k=TOP_K, renormalise=True, **ON)
             ),
             rows=(routed[0], router_logits),
         ),
@@ -560,7 +563,7 @@ def _cases() -> dict[str, Case]:
             kernel=combine_experts_norm_linear,
             call=lambda y, w, r: jnp.concatenate(
                 combine_experts_norm_linear(
-                    y, w, r, gain[:64], experts[1][0].T, eps=1e-5, out_dtype=r.dtype, **ON
+                    y, w, r, gain[:64], experts.down[0].T, eps=1e-5, out_dtype=r.dtype, **ON
                 ),
                 axis=1,
             ),
@@ -623,8 +626,8 @@ def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
     """Every slot's row from the rank that has its expert: the others give zero bits."""
     share, words = NUM_EXPERTS // ranks, jnp.uint16(0)
     for first in range(0, NUM_EXPERTS, share):
-        own = (w[first : first + share] for w in experts)
-        rows = expert_mlp(x, ids, *own, first_expert=first, **ON)
+        own = ExpertWeights(*(w[first : first + share] for w in experts[:2]))
+        rows = expert_mlp(x, ids, own, first_expert=first, **ON)
         words += jax.lax.bitcast_convert_type(rows, jnp.uint16)
     return jax.lax.bitcast_convert_type(words, x.dtype)
 
@@ -654,9 +657,8 @@ def _through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     """Queries, and the keys and values that the cache holds, as heads of one array."""
     heads, page_ids = qkv.shape[1] // 3, jnp.arange(qkv.shape[0], dtype=jnp.int32)
     pages = jnp.full((2, M, 2, heads, 128, C), jnp.nan, jnp.bfloat16)
-    q, pages = rope_into_cache(
-        qkv, cos, sin, gains, pages, page_ids[:, None], positions[:, None], layer=1, eps=1e-5, **ON
-    )
+    place = CachePlace(pages, page_ids[:, None], positions[:, None], layer=1)
+    q, pages = rope_into_cache(qkv, Rotation(cos, sin, gains), place, eps=1e-5, **ON)
     kv = pages[1, page_ids, :, :, positions]
     return jnp.concatenate([q, kv[:, 0], kv[:, 1]], axis=1)
 
@@ -668,8 +670,8 @@ def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     pages = jnp.broadcast_to(page, (1, 2 * rows, 2, heads, 128, C))
     table = jnp.arange(2 * rows, dtype=jnp.int32).reshape(rows, 2)
     out, _ = rope_attention(
-        qkv, cos, sin, gains, pages, table, positions[:, None], layer=0, window=None, eps=1e-5,
-        profile=PROFILE, **ON,
+        qkv, Rotation(cos, sin, gains), CachePlace(pages, table, positions[:, None], layer=0),
+        window=None, eps=1e-5, profile=PROFILE, **ON,
     )  # fmt: skip
     return out[:, 0]
 
@@ -708,6 +710,21 @@ def _run(call, rows, *, program: str = "run") -> np.ndarray:
 
 
 NAMES = tuple(_cases_cache())
+COMPOSED = (
+    "norm_linear_swiglu", "linear_add_rms_norm", "combine_add_rms_norm", "combine_norm_linear",
+    "stats_and_choice", "choose_token", "rope_into_cache", "rope_attention", "expert_mlp",
+    "route_mlp", "route_mlp_add_rms_norm", "combine_experts_add_rms_norm",
+    "combine_experts_norm_linear",
+)  # fmt: skip
+"""Made of the others, or compiled for long: the slow suite has them."""
+
+
+def every(names: Iterable[str] = NAMES) -> pytest.MarkDecorator:
+    """A test of each kernel."""
+    quick = [name for name in names if name not in COMPOSED]
+    return pytest.mark.parametrize("name", quick_and_slow(quick, names))
+
+
 SAME_ON_EVERY_RANK = (
     "stats_and_choice", "choose_token", "nucleus_sums", "combine_add_rms_norm", "linear_add",
     "linear_add_rms_norm", "expert_mlp",
@@ -727,6 +744,7 @@ def whole(name: str) -> np.ndarray:
     return np.asarray(jitted(name)(*_cases_cache()[name].rows))
 
 
+@pytest.mark.quick_cases("attention", "linear")
 @pytest.mark.invariance
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_bitwise_run_invariant(name):
@@ -737,7 +755,7 @@ def test_kernel_is_bitwise_run_invariant(name):
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("counts", quick_and_slow([ROW_COUNTS], [MORE_ROW_COUNTS]), ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@every()
 def test_kernel_is_bitwise_batch_invariant(name, counts):
     case = _cases_cache()[name]
     for count in counts:
@@ -761,7 +779,7 @@ def _extreme(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@every()
 def test_kernel_is_bitwise_path_consistent(name):
     """One row inside another program, fused with whatever the compiler likes around it."""
     case, dtype = _cases_cache()[name], whole(name).dtype
@@ -778,7 +796,7 @@ def test_kernel_is_bitwise_path_consistent(name):
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", [n for n in NAMES if _cases_cache()[n].slices])
+@every([name for name in NAMES if _cases_cache()[name].slices])
 @pytest.mark.parametrize(
     ("ranks", "which"), quick_and_slow([(4, (3,))], [(2, (0, 1)), (4, (0, 1, 2)), (8, range(8))])
 )
@@ -911,6 +929,7 @@ def test_control_xla_softmax_and_norm_are_not_batch_invariant():
         assert changed, name
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_is_bitwise_schedule_invariant():
     """Chunks of any size, pages anywhere, and NaN in what is not written yet."""
@@ -930,10 +949,13 @@ def test_attention_is_bitwise_schedule_invariant():
         table = jnp.asarray(placement, jnp.int32)[None]
         return np.asarray(
             attention(
-                q[None, low:high], pages_with(high, placement), table, positions, layer=0,
-                window=None, profile=PROFILE, **ON,
+                q[None, low:high],
+                CachePlace(pages_with(high, placement), table, positions, layer=0),
+                window=None,
+                profile=PROFILE,
+                **ON,
             )
-        )[0]  # fmt: skip
+        )[0]
 
     forwards, backwards = list(range(6)), [7, 2, 5, 0, 3, 1]
     whole = attend(0, length, forwards)
@@ -952,10 +974,8 @@ def test_attention_is_bitwise_batch_invariant_past_a_split():
     q, positions = bf16(rng, 3, 1, heads, C), jnp.asarray(lengths, jnp.int32)[:, None] - 1
 
     def attend(rows):
-        return attention(
-            q[rows], pages, table[rows], positions[rows], layer=0, window=None, profile=PROFILE,
-            **ON,
-        )  # fmt: skip
+        place = CachePlace(pages, table[rows], positions[rows], layer=0)
+        return attention(q[rows], place, window=None, profile=PROFILE, **ON)
 
     together = attend(slice(None))
     for row, length in enumerate(lengths):
@@ -977,10 +997,10 @@ def test_rope_attention_is_bitwise_schedule_invariant():
         pages, parts = jnp.full((1, 3, 2, kv_heads, 128, C), jnp.nan, jnp.bfloat16), []
         for low, high in itertools.pairwise(bounds):
             at = slice(low, high)
+            positions = jnp.arange(low, high, dtype=jnp.int32)[None]
             out, pages = rope_attention(
-                qkv[at], cos[at], sin[at], None, pages, table,
-                jnp.arange(low, high, dtype=jnp.int32)[None],
-                layer=0, window=None, eps=1e-5, profile=PROFILE, **ON,
+                qkv[at], Rotation(cos[at], sin[at]), CachePlace(pages, table, positions, layer=0),
+                window=None, eps=1e-5, profile=PROFILE, **ON,
             )  # fmt: skip
             parts.append(out[0])
         return jnp.concatenate(parts), pages
@@ -1002,10 +1022,13 @@ def test_control_split_length_changes_attention():
         profile = NumericsProfile(attention_split=split, compute_dtype="bfloat16")
         return np.asarray(
             attention(
-                q.astype(jnp.float32), pages.astype(jnp.float32), table, positions, layer=0,
-                window=None, profile=profile, **ON,
+                q.astype(jnp.float32),
+                CachePlace(pages.astype(jnp.float32), table, positions, layer=0),
+                window=None,
+                profile=profile,
+                **ON,
             )
-        )  # fmt: skip
+        )
 
     assert count_different_bits(attend(512), attend(128)) > 0
 
@@ -1029,6 +1052,7 @@ def _token_rows() -> tuple:
     return a, b, jnp.asarray(LENGTHS, jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_token_sum_is_bitwise_run_invariant():
     rows = _token_rows()
@@ -1076,6 +1100,7 @@ def _attention_rows() -> tuple:
     return *heads, jnp.asarray(LENGTHS, jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_gradient_is_bitwise_run_invariant():
     rows = _attention_rows()
@@ -1083,6 +1108,7 @@ def test_attention_gradient_is_bitwise_run_invariant():
     assert_bitwise_equal(again, _run(_attention_gradient, rows), claim="compiled again, same bits")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_attention_gradient_is_bitwise_batch_invariant():
     """Each sequence alone, in one leaf where it fits; the control is XLA's derivative."""

@@ -66,6 +66,7 @@ def plain() -> list[Completion]:
     return plain_answers()
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_prompts_of_one_seed_begin_independently(model, plain):
     """At the highest temperature draws are uniform, and five of 32 alike are rarer than 1e-4."""
@@ -73,6 +74,7 @@ def test_prompts_of_one_seed_begin_independently(model, plain):
     assert most_alike(plain) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.control
 def test_control_with_common_noise_prompts_begin_alike(model):
@@ -86,13 +88,14 @@ def assert_same(actual: Completion, expected: Completion, what: str) -> None:
     assert_bitwise_equal(np.array(actual.logprobs), np.array(expected.logprobs), claim=what)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("config", "order"),
     [
         ({"batch_size": 1}, 1),
-        pytest.param({"batch_size": 8, "prefill_chunk": 16}, -1, marks=pytest.mark.slow),
-        pytest.param({"mode": "dvr", "verify_window": 4}, -1, marks=pytest.mark.slow),
+        ({"batch_size": 8, "prefill_chunk": 16}, -1),
+        ({"mode": "dvr", "verify_window": 4}, -1),
     ],
     ids=["alone", "other company", "dvr"],
 )
@@ -106,6 +109,7 @@ def test_equal_requests_have_equal_answers(model, plain, config, order):
         assert_same(twice[i + len(some)], want, "asked again")
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen_in_equal_answers(model, plain, monkeypatch):
     """Where the order of a sum follows the launch, other company gives other logprobs."""

@@ -72,6 +72,7 @@ def assert_same(got: list[PromptLogprobs], want: list[PromptLogprobs], claim: st
         assert g == w, claim  # the ranks and the token ids
 
 
+@pytest.mark.slow
 def test_probe_depends_on_order():
     """The sums behind the logits change when added backwards, so equal bits are not luck."""
     w = np.asarray(model().params["lm_head"], np.float32)
@@ -79,6 +80,7 @@ def test_probe_depends_on_order():
     assert len({one.logprob.tobytes() for scores in expected() for one in scores}) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("mode", quick_and_slow(["invariant"], ["dvr"]))
 def test_prompt_logprobs_are_bitwise_path_consistent_with_decode(mode):
@@ -119,6 +121,7 @@ def test_prompt_logprobs_are_bitwise_path_consistent_with_training():
             assert dict(one.top_logprobs).get(token_id, one.logprob) == one.logprob
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     "sizes",
@@ -142,6 +145,7 @@ def test_prompt_logprobs_are_bitwise_mesh_invariant():
     assert_same(got, expected(), "(dp, tp) = (2, 2)")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_cached_prefixes_change_no_prompt_logprob_and_are_left_for_others():
     """Who wants logprobs reads no page of another; who does not, reads those that it has filled."""
@@ -206,6 +210,7 @@ def _interrupted(processor, launch):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.control
 def test_control_an_order_by_company_is_seen_by_path_and_chunk(monkeypatch):
     """The comparisons of the quick tests above find other bits, on every machine."""
@@ -253,6 +258,7 @@ def test_scores_survive_json():
     assert CompletionOutput.from_dict(json.loads(json.dumps(out.as_dict()))) == out
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
     made, launched = engine(), []
     run = made._runner._run
@@ -267,6 +273,7 @@ def test_requests_that_do_not_ask_run_the_programs_that_they_always_ran():
     assert {key.leaves_hidden for key in launched} == {False, True}
 
 
+@pytest.mark.slow
 def test_a_cancelled_prompt_has_no_logprobs():
     made = engine()
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=TOP)
@@ -295,6 +302,7 @@ def test_what_has_no_meaning_is_refused(sampling, message):
         SamplingParams(**sampling)
 
 
+@pytest.mark.slow
 def test_a_sequence_as_long_as_the_context_is_scored_and_a_longer_one_refused():
     made = engine()
     tokens = tuple(i % VOCAB for i in range(97))

@@ -51,6 +51,7 @@ def wrong_at_every_third(token_ids, positions):
     return jnp.where(positions % 3 == 0, (token_ids + 1) % VOCAB, token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_wrong_drafts_are_never_committed_and_right_ones_are():
     sizes = EngineConfig(
@@ -120,6 +121,7 @@ def sequences_alive() -> int:
     return sum(isinstance(found, Sequence) for found in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_an_engine_at_rest_knows_no_request():
     """No table holds a sequence any more, not only those that the counters tell of."""
     made = lone_engine()

@@ -40,6 +40,7 @@ def read(folder: Path, **options):
     return read_adapter(folder, CONFIG, **{"dtype": BF16, "max_rank": 16, **options})
 
 
+@pytest.mark.quick_cases("bfloat16-regex", "float32-regex")
 @pytest.mark.golden
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

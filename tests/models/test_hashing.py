@@ -91,6 +91,7 @@ def test_roots_are_those_of_the_library(num_chunks):
         assert blake3.roots([leaves[::-1]]) != want[:1]
 
 
+@pytest.mark.quick_cases("float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernel_hashes_units_in_windows_of_any_width(dtype):
     rng = np.random.default_rng(1)

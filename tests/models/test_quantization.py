@@ -321,6 +321,7 @@ def test_weights_on_two_ranks_are_those_of_the_expanded_folder(tmp_path):
     assert weights_on_two_ranks(folder) != want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "scheme", "tp"),
     quick_and_slow(
@@ -339,6 +340,7 @@ def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
     assert digests(opened(folder)) != digests(plain)
 
 
+@pytest.mark.quick_cases("int4-w4a16-2")
 @pytest.mark.parametrize(("scheme", "tp"), [("int4-w4a16", 2), ("fp8-dynamic", 1)])
 def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
     folder = folder_of("small", tmp_path / "bf16")
@@ -355,6 +357,7 @@ def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
     assert Identifier(packed, name="q", tokenizer=None).weights() not in hashes
 
 
+@pytest.mark.slow
 def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_path):
     folder = folder_of("small", tmp_path / "bf16")
     quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
@@ -368,6 +371,7 @@ def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_pa
         model.save(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_packed_weights_are_replaced_by_those_of_other_scales(tmp_path):
     scheme = RECIPES["int8-w8a16"]
     folder = folder_of("small", tmp_path / "bf16")
@@ -395,6 +399,7 @@ def w8a8_folder(tmp_path: Path, scheme: str = "int8-w8a8") -> Path:
     return tmp_path / "q"
 
 
+@pytest.mark.quick_cases("fp8-block-float-float8_e4m3fn")
 @pytest.mark.parametrize(
     ("scheme", "kind", "dtype"),
     [
@@ -424,6 +429,7 @@ def test_8_bit_activations_are_another_function_with_the_same_weights(
     assert Identifier(both, name="q", tokenizer=None).weights() not in hashes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", quick_and_slow(["fp8-block"], ["fp8-dynamic", "int8-w8a8"]))
 def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     tmp_path, monkeypatch, scheme
@@ -495,6 +501,7 @@ def test_answers_of_8_bit_activations_depend_on_no_mesh(tmp_path, monkeypatch, s
     assert digests(opened(folder, tp, "w8a8")) != want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_8_bit_weights_are_replaced_by_those_of_a_folder(tmp_path, tp):
     folder = w8a8_folder(tmp_path)
@@ -545,6 +552,7 @@ def scale_of(layer: str) -> float:
     return 0.02 if "down" in layer else 0.01
 
 
+@pytest.mark.slow
 def test_blocks_as_deepseek_and_qwen_publish_them_give_the_same_answers(tmp_path):
     folder = w8a8_folder(tmp_path, "fp8-block")
     want = digests(opened(folder, mode="w8a8"))
@@ -563,6 +571,7 @@ def test_blocks_as_deepseek_and_qwen_publish_them_give_the_same_answers(tmp_path
     assert digests(model) == want
 
 
+@pytest.mark.slow
 def test_static_scales_of_activations_are_those_of_the_checkpoint(tmp_path):
     folder = w8a8_folder(tmp_path, "fp8-dynamic")
     dynamic = opened(folder, mode="w8a8")

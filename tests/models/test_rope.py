@@ -150,6 +150,7 @@ def test_control_float32_angles_are_thousands_of_ulp_off():
     assert error_in_ulp(in_float32, cos[-1].astype(np.float64)) > 1000
 
 
+@pytest.mark.slow
 def test_a_model_makes_tables_for_what_is_used_of_its_context():
     """A context of 10**12 would take for ever; the positions that are used keep their bits."""
     absurd, mesh = dummy_config(num_layers=1, max_len=10**12), make_mesh(1, 1)

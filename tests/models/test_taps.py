@@ -56,7 +56,7 @@ CASES = quick_and_slow(
 )
 
 
-@pytest.mark.quick_cases("fast-around")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [NORMS_AFTER, NORMS_AROUND], ids=["after", "around"])
 @pytest.mark.parametrize("mode", ["invariant", "fast"])
 def test_a_program_with_norms_after_lowers_to_the_same_text(config, mode):

@@ -238,6 +238,7 @@ def test_every_parameter_is_split_as_its_spec_says(tmp_path):
 # ---------------------------------------------------------------------------- tied embeddings
 
 
+@pytest.mark.slow
 def test_tied_head_is_the_very_array_of_the_embeddings_on_one_rank(tmp_path):
     folder = write_folder(tmp_path, random_tensors(TIED))
     params = load(folder, TIED)
@@ -667,8 +668,8 @@ SHARED = dataclasses.replace(SMALL, vocab_size=96)
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(("dp", "tp"), quick_and_slow([(2, 4)], [(2, 1), (1, 8)]))
+@pytest.mark.parametrize("dtype", quick_and_slow(["bfloat16"], ["float32"]))
 def test_random_weights_have_the_same_values_on_every_mesh(random_tensors_of, dp, tp, dtype):
     params = random_params(SMALL, mesh_of(dp, tp), seed=7, dtype=dtype, vocab_block=BLOCK)
     assert_same_bits(params, expected_params(SMALL, random_tensors_of, tp=tp, dtype=dtype))

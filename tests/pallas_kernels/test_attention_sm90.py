@@ -2,7 +2,6 @@
 """Attention on sm90: its logic on a CPU, its bits on a GPU."""
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,9 @@ from detjax.pallas_kernels.attention import (
     sm90_decode_run,
     sm90_prefill,
 )
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.shapes import LAYOUTS
@@ -50,16 +51,20 @@ def without_future(pages, table, length):
     return pages.at[0, table[0, page:]].set(jnp.nan)
 
 
+def first_layer(pages, table, positions) -> CachePlace:
+    return CachePlace(pages, table, jnp.asarray(positions, jnp.int32), layer=jnp.int32(0))
+
+
 def attend(q, pages, table, positions, window=None, sinks=None, is_interpreted=False):
     return sm90.attention(
-        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0),
-        window=window, profile=PROFILE, sinks=sinks, is_interpreted=is_interpreted,
+        q, first_layer(pages, table, positions), window=window, profile=PROFILE, sinks=sinks,
+        is_interpreted=is_interpreted,
     )  # fmt: skip
 
 
 def prefill(q, pages, table, positions, window=None, sinks=None, **options):
     return sm90_prefill.prefill(
-        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), sinks, window=window,
+        q, first_layer(pages, table, positions), sinks, window=window,
         config=sm90_prefill.PrefillConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
@@ -67,7 +72,7 @@ def prefill(q, pages, table, positions, window=None, sinks=None, **options):
 def decode(q, pages, table, positions, window=None, sinks=None, **options):
     assert window is None
     return sm90.decode(
-        q, pages, table, jnp.asarray(positions, jnp.int32), jnp.int32(0), sinks,
+        q, first_layer(pages, table, positions), sinks,
         config=sm90.DecodeConfig(**options), is_interpreted=False,
     )  # fmt: skip
 
@@ -93,7 +98,10 @@ def test_every_variant_lowers_for_hopper(layout, query_len, window):
         jax.ShapeDtypeStruct((2, 16), jnp.int32),
         jax.ShapeDtypeStruct((2, query_len), jnp.int32),
     )
-    f = functools.partial(sm90.attention, layer=jnp.int32(1), window=window, profile=PROFILE)
+
+    def f(q, *place):
+        return sm90.attention(q, CachePlace(*place, layer=1), window=window, profile=PROFILE)
+
     text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     group = dims.num_heads // dims.num_kv_heads
     kernel = "prefill"
@@ -122,8 +130,7 @@ def test_decode_lowers_for_any_batch_and_rows():
             jax.ShapeDtypeStruct((batch, num_pages), jnp.int32),
             jax.ShapeDtypeStruct((batch, query_len), jnp.int32),
         )
-        f = functools.partial(sm90.attention, layer=jnp.int32(0), window=None, profile=PROFILE)
-        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
         assert f"attention_{kernel}_sm90" in text
         assert ("attention_merge_sm90" in text) == (kernel == "splits")
 
@@ -142,22 +149,25 @@ class NewTokens:
     sinks: jax.Array | None = None
 
     @property
+    def rotation(self):
+        return Rotation(self.cos, self.sin, self.gains)
+
+    @property
     def place(self):
-        return self.pages, self.table, self.positions, jnp.int32(1)
+        return CachePlace(self.pages, self.table, self.positions, jnp.int32(1))
 
     def apart(self, is_interpreted=False, **options):
         """Rotation and cache write, then attention."""
         kv_heads, channels = self.pages.shape[3], self.pages.shape[5]
         pages_ref = jax.new_ref(self.pages)
         q = rope_sm90.qk_norm_rope_write(
-            self.qkv, self.cos, self.sin, *(self.gains or (None, None)), pages_ref, self.table,
-            self.positions, num_heads=self.qkv.shape[1] - 2 * kv_heads, layer=jnp.int32(1),
-            eps=1e-5, interpret=is_interpreted,
+            self.qkv, self.rotation, self.place._replace(pages=pages_ref),
+            num_heads=self.qkv.shape[1] - 2 * kv_heads, eps=1e-5, interpret=is_interpreted,
         )  # fmt: skip
         pages = jax.freeze(pages_ref)
         q = q.reshape(len(q), 1, -1, channels)
         out = sm90.decode(
-            q, pages, *self.place[1:], self.sinks, config=sm90.DecodeConfig(**options),
+            q, self.place._replace(pages=pages), self.sinks, config=sm90.DecodeConfig(**options),
             is_interpreted=is_interpreted,
         )  # fmt: skip
         return out, pages
@@ -165,7 +175,7 @@ class NewTokens:
     def at_once(self, is_interpreted=False, **options):
         """The same in one kernel."""
         return sm90.decode_new_token(
-            self.qkv, self.cos, self.sin, self.gains, *self.place, sinks=self.sinks, eps=1e-5,
+            self.qkv, self.rotation, self.place, sinks=self.sinks, eps=1e-5,
             config=sm90.DecodeConfig(**options), is_interpreted=is_interpreted,
         )  # fmt: skip
 
@@ -304,10 +314,11 @@ def check_against_portable(
     q = normal((*positions.shape, kv_heads * group, channels), 2)
     sinks = {"sinks": normal((kv_heads * group,), 3, 4.0)} if has_sinks else {}
     actual = run(q, *operands, window=window, is_interpreted=True, **sinks)
-    expected = portable.attention(q, *operands, 0, window=window, profile=PROFILE, **sinks)
+    place = CachePlace(*operands, layer=0)
+    expected = portable.attention(q, place, window=window, profile=PROFILE, **sinks)
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if has_sinks:  # The probe: without them the outputs are others.
-        bare = portable.attention(q, *operands, 0, window=window, profile=PROFILE)
+        bare = portable.attention(q, place, window=window, profile=PROFILE)
         assert np.linalg.norm(np.asarray(bare, np.float64) - b) > 2**-4 * np.linalg.norm(b)
     assert np.linalg.norm(b) > 0
     assert np.linalg.norm(a - b) <= 2**-8 * np.linalg.norm(b)
@@ -333,17 +344,15 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
     )
 
 
-@pytest.mark.quick_cases("verify-window")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels", "window"),
     [
         pytest.param([[1300], [-1], [5]], 2, 8, 64, None, id="decode"),
-        pytest.param([[700], [1290]], 1, 8, 64, 128, id="decode-window", marks=SLOW),
-        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd", marks=SLOW),
+        pytest.param([[700], [1290]], 1, 8, 64, 128, id="decode-window"),
+        pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd"),
         pytest.param([[510, 511, 512], [5, 6, -1]], 2, 4, 64, 128, id="verify-window"),
-        pytest.param(
-            np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill", marks=SLOW
-        ),
+        pytest.param(np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill"),
     ],
 )
 def test_sinks_agree_with_portable(positions, kv_heads, group, channels, window):
@@ -355,10 +364,11 @@ def test_sinks_agree_with_portable(positions, kv_heads, group, channels, window)
 
 def test_schedules_that_merge_in_a_cta_refuse_sinks():
     dims = jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jnp.zeros((1, 4, 2, 1, 128, 64), jnp.bfloat16)
-    place = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.int32(0)
+    q, pages = dims
+    place = first_layer(pages, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     config = sm90.DecodeConfig(whole_sequences=True)
     with pytest.raises(ValueError, match="has no sinks"):
-        sm90.decode(*dims, *place, jnp.zeros(8), config=config, is_interpreted=True)
+        sm90.decode(q, place, jnp.zeros(8), config=config, is_interpreted=True)
 
 
 @pytest.mark.parametrize(
@@ -371,9 +381,8 @@ def test_schedules_that_merge_in_a_cta_refuse_sinks():
 def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, group, channels):
     def run(q, pages, table, positions, window, is_interpreted):
         config = sm90.DecodeConfig(whole_sequences=True)
-        return sm90.decode(
-            q, pages, table, positions, jnp.int32(0), config=config, is_interpreted=is_interpreted
-        )
+        place = first_layer(pages, table, positions)
+        return sm90.decode(q, place, config=config, is_interpreted=is_interpreted)
 
     check_against_portable(positions, kv_heads=kv_heads, group=group, channels=channels, run=run)
 
@@ -390,11 +399,10 @@ def test_unsupported_combinations_are_refused():
     pages, table = make_cache(1, 1, 64)
     positions = jnp.zeros((1, 1), jnp.int32)
     q = normal((1, 1, 1, 64), 0)
-    options = {"layer": jnp.int32(0), "window": None, "profile": PROFILE}
     with pytest.raises(NotImplementedError, match="float16"):
-        sm90.attention(q.astype(jnp.float16), pages, table, positions, **options)
+        attend(q.astype(jnp.float16), pages, table, positions)
     with pytest.raises(NotImplementedError, match="channels"):
-        sm90.attention(q[..., :8], pages[..., :8], table, positions, **options)
+        attend(q[..., :8], pages[..., :8], table, positions)
 
 
 # On a GPU.

@@ -12,6 +12,8 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import sm90_cache_hints
 from detjax.pallas_kernels.attention import sm90 as attention
 from detjax.pallas_kernels.linear import sm90 as linear
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -50,7 +52,7 @@ def product(num_rows):
 def attend(batch, num_pages=9):
     def run(qkv, cos, sin, pages, table, positions):
         return attention.rope_attention(
-            qkv, cos, sin, None, pages, table, positions, 1,
+            qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer=1),
             window=None, eps=1e-5, profile=NumericsProfile(),
         )  # fmt: skip
 
@@ -88,6 +90,7 @@ def test_keys_and_values_leave_the_l2_first(count_hints, batch, num_pages, count
     assert count_hints(fn, *shapes) == count
 
 
+@pytest.mark.slow
 def test_without_hints_there_are_none(count_hints, monkeypatch):
     monkeypatch.setattr(sm90_cache_hints, "HINTS", False)
     for fn, shapes in (product(8), attend(8)):

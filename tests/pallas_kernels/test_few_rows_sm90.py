@@ -16,6 +16,7 @@ from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import FlatTiles, Product, choose_tiles
 from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.sm90_combine import read_experts
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
 from detjax.testing.bitwise import (
@@ -63,6 +64,7 @@ def one_cta(monkeypatch):
 # --- without a GPU ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("live_rows", quick_and_slow((16,), (8, 32)))
 def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
     # Whole numbers: a CPU's product rounds by place, and what is tested is who is multiplied.
@@ -151,11 +153,11 @@ def test_control_terms_in_another_order_give_another_sum(kind):
 @pytest.mark.slow
 def test_one_row_needs_no_list_in_interpret_mode():
     x, logits = drawn(0, 1, 128), drawn(1, 1, 4, dtype=F32)
-    matrices = drawn(2, 4, 256, 128, scale=0.05), drawn(3, 4, 128, 128, scale=0.05)
+    experts = ExpertWeights(drawn(2, 4, 256, 128, scale=0.05), drawn(3, 4, 128, 128, scale=0.05))
 
     def run(num_rows):
         return moe_sm90.route_mlp(
-            jnp.tile(x, (num_rows, 1)), jnp.tile(logits, (num_rows, 1)), *matrices,
+            jnp.tile(x, (num_rows, 1)), jnp.tile(logits, (num_rows, 1)), experts,
             top_k=2, renormalise=True, interpret=plgpu.InterpretGPUParams(),
         )  # fmt: skip
 
@@ -184,9 +186,8 @@ def layer(leaf_sums, residual) -> dict[str, jax.Array]:
     logits, total, x = linear_sm90.combine_norm_linear(
         leaf_sums, residual, w["gain"], w["router"], eps=EPS, out_dtype=F32
     )
-    y, weights = moe_sm90.route_mlp(
-        x, logits, w["gate_up"], w["down"], top_k=QWEN.top_k, renormalise=True
-    )
+    experts = ExpertWeights(w["gate_up"], w["down"])
+    y, weights = moe_sm90.route_mlp(x, logits, experts, top_k=QWEN.top_k, renormalise=True)
     qkv, after = moe_sm90.combine_experts_norm_linear(
         y, weights, total, w["gain"], w["qkv"], None, eps=EPS, out_dtype=BF16
     )

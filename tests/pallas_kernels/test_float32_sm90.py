@@ -19,6 +19,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import sm90, sm90_float32, sm90_tall_matmul
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import TallTiles
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.sm90 import (
     add_rms_norm,
     combine_add_rms_norm,
@@ -271,11 +272,11 @@ def test_attention_agrees_with_portable(positions, kv_heads, group, channels, wi
     q, pages, table, positions = attention_case(
         positions, kv_heads=kv_heads, group=group, channels=channels
     )
-    operands = (q, pages, table, positions)
+    place = CachePlace(pages, table, positions, layer=jnp.int32(0))
     portable = functools.partial(attention_portable.attention, window=window, profile=profile)
-    want = portable(*operands, 0)
+    want = portable(q, place)
     attend = functools.partial(
-        attention_float32.attention, *operands, jnp.int32(0),
+        attention_float32.attention, q, place,
         window=window, per_split=split // 128, is_interpreted=True,
     )  # fmt: skip
     out = np.asarray(attend(is_split=False))
@@ -283,27 +284,29 @@ def test_attention_agrees_with_portable(positions, kv_heads, group, channels, wi
     if q.shape[1] * group <= 64 and window is None:
         assert_bitwise_equal(attend(is_split=True), out, claim="splits merged as they are folded")
     lost = jnp.asarray(np.asarray(jnp.asarray(q, BF16), np.float32))
-    rounded = portable(lost, *operands[1:], 0)
+    rounded = portable(lost, place)
     assert np.abs(np.asarray(rounded) - np.asarray(want)).max() > 2.0**-12, "parts are seen"
 
 
 def test_attention_of_mixed_dtypes_is_refused():
     q, pages, table, positions = attention_case([[3]], kv_heads=1, group=1, channels=64)
     with pytest.raises(NotImplementedError, match="float32 with bfloat16"):
-        attention_sm90.attention(
-            q, pages.astype(BF16), table, positions, 0, window=None, profile=PROFILE
-        )
+        place = CachePlace(pages.astype(BF16), table, positions, layer=0)
+        attention_sm90.attention(q, place, window=None, profile=PROFILE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "query_len"), quick_and_slow([(2, 1)], [(64, 1), (1, 300)]))
 def test_attention_lowers(batch, query_len):
     shapes = (
         struct(batch, query_len, 32, 128), struct(2, 40, 2, 8, 128, 128),
         struct(batch, 9, dtype=jnp.int32), struct(batch, query_len, dtype=jnp.int32),
     )  # fmt: skip
-    attend = functools.partial(
-        attention_sm90.attention, layer=jnp.int32(1), window=None, profile=PROFILE
-    )
+
+    def attend(q, *place):
+        place = CachePlace(*place, layer=1)
+        return attention_sm90.attention(q, place, window=None, profile=PROFILE)
+
     text = lower_for_hopper(attend, *shapes)
     assert "attention_float32_sm90" in text
     assert ("attention_merge_sm90" in text) == (batch == 2)
@@ -367,11 +370,12 @@ def test_attention_is_bitwise_path_consistent(group, channels, window):
     )
     assert_order_sensitive(np.asarray(pages[0, table[0, 0], 1, 0]).T)
     attend = functools.partial(attention_float32.attention, window=window, per_split=4)
-    whole = np.asarray(attend(q, pages, table, positions, jnp.int32(0)))
+    whole = np.asarray(attend(q, CachePlace(pages, table, positions, jnp.int32(0))))
     for start, stop in ((0, 1), (127, 129), (511, 514), (1292, 1300), (600, 900), (1299, 1300)):
         for is_split in {False, None}:
             part = attend(
-                q[:, start:stop], pages, table, positions[:, start:stop], jnp.int32(0),
+                q[:, start:stop],
+                CachePlace(pages, table, positions[:, start:stop], jnp.int32(0)),
                 is_split=is_split,
             )  # fmt: skip
             claim = f"rows {start} to {stop}, {is_split=}"
@@ -379,7 +383,7 @@ def test_attention_is_bitwise_path_consistent(group, channels, window):
     at = np.asarray([5, 700, 128, 1299, 1024, 640, 1, 511])
     alone = q[0, at][:, None], jnp.asarray(at[:, None], jnp.int32)
     tables = jnp.repeat(table, len(at), axis=0)
-    together = attend(alone[0], pages, tables, alone[1], jnp.int32(0))
+    together = attend(alone[0], CachePlace(pages, tables, alone[1], jnp.int32(0)))
     assert_bitwise_equal(np.asarray(together)[:, 0], whole[0, at], claim="eight in company")
 
 
@@ -389,7 +393,7 @@ def test_another_split_of_attention_differs():
     q, pages, table, positions = attention_case([[1290]], kv_heads=2, group=4, channels=128)
     four, two = (
         attention_float32.attention(
-            q, pages, table, positions, jnp.int32(0), window=None, per_split=n
+            q, CachePlace(pages, table, positions, jnp.int32(0)), window=None, per_split=n
         )
         for n in (4, 2)
     )
@@ -399,9 +403,8 @@ def test_another_split_of_attention_differs():
 @pytest.mark.gpu
 def test_attention_is_within_its_bound_of_float64():
     q, pages, table, positions = attention_case([[1290]], kv_heads=2, group=4, channels=128)
-    out = attention_float32.attention(
-        q, pages, table, positions, jnp.int32(0), window=None, per_split=4
-    )
+    place = CachePlace(pages, table, positions, jnp.int32(0))
+    out = attention_float32.attention(q, place, window=None, per_split=4)
     keys = np.asarray(pages, np.float64)[0, np.asarray(table)[0]]  # [n, 2, K, P, C]
     k, v = (keys[:, i].transpose(1, 0, 2, 3).reshape(2, -1, 128)[:, :1291] for i in range(2))
     rows = np.asarray(q, np.float64)[0, 0].reshape(2, 4, 128)

@@ -279,7 +279,7 @@ def of_one_leaf(tiles):
     return dataclasses.replace(tiles, groups=1)
 
 
-@pytest.mark.quick_cases("flat_groups")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_and_slow(("tall", "flat_groups"), TREE_VARIANTS))
 def test_tree_in_interpret_mode_equals_leaves_folded(name):
     """Interpret mode's wgmma is not the tensor core's, but its tree is the kernel's."""

@@ -14,7 +14,7 @@ from detjax.models.fast import ragged_product, scatter_experts
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm, expert_mlp, route
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.moe.portable import exp_below
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.swiglu.api import swiglu
@@ -43,6 +43,7 @@ def bf16(seed: int, *shape: int) -> jax.Array:
 
 ROUTER, W_GATE_UP = bf16(1, NUM_EXPERTS, D), bf16(2, NUM_EXPERTS, 2 * F, D)
 W_DOWN, GAIN = bf16(3, NUM_EXPERTS, D, F), bf16(4, D)
+EXPERTS = ExpertWeights(W_GATE_UP, W_DOWN)
 X, RESIDUAL = bf16(5, MANY, D), bf16(6, MANY, D)
 
 
@@ -52,14 +53,14 @@ def logits_of(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def experts_of(x: jax.Array, ids: jax.Array) -> jax.Array:
-    return expert_mlp(x, ids, W_GATE_UP, W_DOWN, first_expert=0, **ON)
+    return expert_mlp(x, ids, EXPERTS, first_expert=0, **ON)
 
 
 @jax.jit
 def mixture(x: jax.Array, residual: jax.Array) -> jax.Array:
     """A whole mixture of experts: the new residual stream and its normalised rows."""
     ids, weights = route(logits_of(x), num_experts=NUM_EXPERTS, top_k=TOP_K, renormalise=True, **ON)
-    y = expert_mlp(x, ids, W_GATE_UP, W_DOWN, first_expert=0, **ON)
+    y = expert_mlp(x, ids, EXPERTS, first_expert=0, **ON)
     added = combine_experts_add_rms_norm(y, weights, residual, GAIN, eps=1e-5, **ON)
     return jnp.stack(added, axis=1)
 
@@ -132,9 +133,10 @@ def test_top_k_must_be_possible():
 def test_shapes_of_experts_must_agree():
     ids = jnp.zeros((1, TOP_K), jnp.int32)
     with pytest.raises(ValueError, match=r"must be \[M, D\], \[u, 2 F, D\] and \[u, D, F\]"):
-        expert_mlp(X[:1], ids, W_GATE_UP[:, :-2], W_DOWN, first_expert=0, **ON)
+        expert_mlp(X[:1], ids, EXPERTS._replace(gate_up=W_GATE_UP[:, :-2]), first_expert=0, **ON)
     with pytest.raises(ValueError, match="must have as many rows of up as of gate"):
-        expert_mlp(X[:1], ids, W_GATE_UP[:, :-1], W_DOWN[..., :-1], first_expert=0, **ON)
+        odd = ExpertWeights(W_GATE_UP[:, :-1], W_DOWN[..., :-1])
+        expert_mlp(X[:1], ids, odd, first_expert=0, **ON)
 
 
 # --------------------------------------------------------------------------------------- experts
@@ -155,6 +157,7 @@ def chosen(rows: np.ndarray, ids) -> np.ndarray:
     return np.take_along_axis(rows, np.asarray(ids)[:, :, None], axis=1)
 
 
+@pytest.mark.slow
 def test_an_expert_with_biases_has_the_bits_of_a_dense_layer_with_them():
     """Each row and expert alone: products with biases, and the gate between them."""
     x, ids = bf16(1, 5, D), jnp.asarray([[0, 2, 1], [3, 7, 0], [2, 1, 4], [5, 6, 7], [1, 0, 6]])
@@ -163,7 +166,7 @@ def test_an_expert_with_biases_has_the_bits_of_a_dense_layer_with_them():
     extras = ClampedExperts(
         gate_up_bias=bf16(4, NUM_EXPERTS, 2 * F), down_bias=bf16(5, NUM_EXPERTS, D), clamp=clamp
     )
-    y = expert_mlp(x, ids, w_gate_up, w_down, first_expert=0, extras=extras, **ON)
+    y = expert_mlp(x, ids, ExpertWeights(w_gate_up, w_down, extras), first_expert=0, **ON)
     for row in range(len(x)):
         for rank, expert in enumerate(np.asarray(ids[row])):
             one = x[row : row + 1]
@@ -184,9 +187,12 @@ def test_biases_of_other_shapes_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="must be one a row"):
         expert_mlp(
-            bf16(1, 1, D), jnp.zeros((1, 1), jnp.int32), w_gate_up, w_down,
-            first_expert=0, extras=extras, **ON,
-        )  # fmt: skip
+            bf16(1, 1, D),
+            jnp.zeros((1, 1), jnp.int32),
+            ExpertWeights(w_gate_up, w_down, extras),
+            first_expert=0,
+            **ON,
+        )
 
 
 @pytest.mark.invariance
@@ -215,7 +221,8 @@ def test_a_rank_gives_zero_bits_where_it_has_no_expert():
     want = chosen(by_hand(x), ids)
     for first, count in ((0, 2), (2, 5), (7, 1)):
         own = slice(first, first + count)
-        got = expert_mlp(x, ids, W_GATE_UP[own], W_DOWN[own], first_expert=jnp.int32(first), **ON)
+        some = ExpertWeights(W_GATE_UP[own], W_DOWN[own])
+        got = expert_mlp(x, ids, some, first_expert=jnp.int32(first), **ON)
         is_here = (np.asarray(ids) >= first) & (np.asarray(ids) < first + count)
         assert is_here.any() and not is_here.all()
         kept = np.where(is_here[:, :, None], want.view(np.uint16), np.uint16(0))

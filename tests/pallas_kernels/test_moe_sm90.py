@@ -22,7 +22,7 @@ from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8M
 from detjax.pallas_kernels.linear.sm90_quantize_rows import scales_shape
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import portable, sm90
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.moe.sm90_combine import unsort_rows
 from detjax.pallas_kernels.moe.sm90_grouped import grouped_matmul_few, routed_matmul_few
 from detjax.pallas_kernels.moe.sm90_schedule import COUNT, EXPERT, START, sort_rows
@@ -66,7 +66,7 @@ def wide_rows(num_rows: int, width: int, seed: int = 0) -> jax.Array:
 
 
 @functools.cache
-def weights(shape: MoeShape, num_local: int | None = None) -> tuple[jax.Array, jax.Array]:
+def weights(shape: MoeShape, num_local: int | None = None) -> ExpertWeights:
     """Gates and ups, and downs, of the first experts."""
     num = num_local or shape.num_experts
     rng = np.random.default_rng(1)
@@ -74,8 +74,8 @@ def weights(shape: MoeShape, num_local: int | None = None) -> tuple[jax.Array, j
     def drawn(*dims):
         return jnp.asarray(rng.standard_normal(dims, np.float32) * 0.05, BF16)
 
-    return drawn(num, 2 * shape.width, shape.hidden_size), drawn(
-        num, shape.hidden_size, shape.width
+    return ExpertWeights(
+        drawn(num, 2 * shape.width, shape.hidden_size), drawn(num, shape.hidden_size, shape.width)
     )
 
 
@@ -136,18 +136,18 @@ def test_chosen_tiles_lower(shape, num_rows):
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
     rows, ids = struct(num_rows, hidden), struct(num_rows, shape.top_k, dtype=I32)
     ws = struct(num_rows, shape.top_k, dtype=jnp.float32)
-    matrices = (struct(num, 2 * width, hidden), struct(num, hidden, width))
-    lower_for_hopper(functools.partial(sm90.expert_mlp, first_expert=0), rows, ids, *matrices)
+    matrices = ExpertWeights(struct(num, 2 * width, hidden), struct(num, hidden, width))
+    lower_for_hopper(functools.partial(sm90.expert_mlp, first_expert=0), rows, ids, matrices)
     lower_for_hopper(
         functools.partial(sm90.expert_mlp_add_rms_norm, eps=EPS),
-        rows, ids, ws, *matrices, rows, struct(hidden),
+        rows, ids, ws, matrices, rows, struct(hidden),
     )  # fmt: skip
     lower_for_hopper(
         functools.partial(
             sm90.route_mlp_add_rms_norm,
             top_k=shape.top_k, renormalise=shape.renormalise, eps=EPS,
         ),
-        rows, struct(num_rows, num, dtype=jnp.float32), *matrices, rows, struct(hidden),
+        rows, struct(num_rows, num, dtype=jnp.float32), matrices, rows, struct(hidden),
     )  # fmt: skip
 
 
@@ -155,10 +155,10 @@ def test_chosen_tiles_lower(shape, num_rows):
 def test_every_variant_lowers(name):
     tiles = (FEW | VARIANTS)[name]
     num_rows = 8 if tiles.is_few else 40
-    matrices = [struct(*w.shape) for w in weights(SMALL)]
+    matrices = ExpertWeights(*(struct(*w.shape) for w in weights(SMALL)[:2]))
     lower_for_hopper(
         functools.partial(sm90.expert_mlp, first_expert=0, tiles=tiles),
-        struct(num_rows, SMALL.hidden_size), struct(num_rows, SMALL.top_k, dtype=I32), *matrices,
+        struct(num_rows, SMALL.hidden_size), struct(num_rows, SMALL.top_k, dtype=I32), matrices,
     )  # fmt: skip
 
 
@@ -218,12 +218,13 @@ def test_refusals_name_the_value():
     with pytest.raises(NotImplementedError, match="float32"):
         lower_for_hopper(
             functools.partial(sm90.expert_mlp, first_expert=0),
-            struct(8, 256, dtype=jnp.float32), ids, struct(4, 256, 256), struct(4, 256, 128),
+            struct(8, 256, dtype=jnp.float32), ids,
+            ExpertWeights(struct(4, 256, 256), struct(4, 256, 128)),
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match="not 256 and 96"):
         lower_for_hopper(
             functools.partial(sm90.expert_mlp, first_expert=0),
-            x, ids, struct(4, 192, 256), struct(4, 256, 96),
+            x, ids, ExpertWeights(struct(4, 192, 256), struct(4, 256, 96)),
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match="4 of 2048"):
         lower_for_hopper(
@@ -318,10 +319,10 @@ def test_interpreted_experts_agree_with_portable(name, num_rows, first, num_loca
     x, ids = wide_rows(num_rows, TINY.hidden_size), some_ids(num_rows, TINY)
     matrices = weights(TINY, num_local)
     y = sm90.expert_mlp(
-        x, jnp.asarray(ids), *matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
+        x, jnp.asarray(ids), matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
     )
     want = np.asarray(
-        portable.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=first), np.float32
+        portable.expert_mlp(x, jnp.asarray(ids), matrices, first_expert=first), np.float32
     )
     is_local = (ids >= first) & (ids < first + num_local)
     assert is_local.any()
@@ -346,15 +347,15 @@ def clamped(shape: MoeShape, num_local: int) -> ClampedExperts:
 def test_interpreted_experts_with_biases_agree_with_portable(name, num_rows, first, num_local):
     """An output is found beside its own bias, and gates and ups are clamped."""
     x, ids = wide_rows(num_rows, TINY.hidden_size), some_ids(num_rows, TINY)
-    operands = (x, jnp.asarray(ids), *weights(TINY, num_local))
-    extras = clamped(TINY, num_local)
+    matrices, extras = weights(TINY, num_local), clamped(TINY, num_local)
+    operands = x, jnp.asarray(ids)
     y = sm90.expert_mlp(
-        *operands, first_expert=first, extras=extras, tiles=(FEW | VARIANTS)[name],
-        interpret=INTERPRET,
+        *operands, matrices._replace(extras=extras), first_expert=first,
+        tiles=(FEW | VARIANTS)[name], interpret=INTERPRET,
     )  # fmt: skip
     want, bare = (
-        np.asarray(portable.expert_mlp(*operands, first_expert=first, extras=e), np.float32)
-        for e in (extras, None)
+        np.asarray(portable.expert_mlp(*operands, experts, first_expert=first), np.float32)
+        for experts in (matrices._replace(extras=extras), matrices)
     )
     is_local = (ids >= first) & (ids < first + num_local)
     assert not np.asarray(y).view(np.uint16)[~is_local].any()
@@ -365,11 +366,12 @@ def test_interpreted_experts_with_biases_agree_with_portable(name, num_rows, fir
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_interpreted_routes_of_experts_with_biases_agree_with_portable(num_rows):
-    x, matrices = wide_rows(num_rows, TINY.hidden_size), weights(TINY, 4)
+    x = wide_rows(num_rows, TINY.hidden_size)
+    matrices = weights(TINY, 4)._replace(extras=clamped(TINY, 4))
     logits = jnp.asarray(router_logits(num_rows, TINY.num_experts))
-    options = {"top_k": 2, "renormalise": True, "extras": clamped(TINY, 4)}
-    y, ws = sm90.route_mlp(x, logits, *matrices, **options, interpret=INTERPRET)
-    want, want_ws = portable.route_mlp(x, logits, *matrices, **options)
+    options = {"top_k": 2, "renormalise": True}
+    y, ws = sm90.route_mlp(x, logits, matrices, **options, interpret=INTERPRET)
+    want, want_ws = portable.route_mlp(x, logits, matrices, **options)
     want = np.asarray(want, np.float32)
     np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
     np.testing.assert_allclose(ws, want_ws, rtol=1e-6)
@@ -441,10 +443,10 @@ EIGHT_BITS = (OperandType.FLOAT8_BLOCKS, OperandType.FLOAT8, OperandType.INT8)
 @functools.cache
 def weights_of(
     operands: OperandType, shape: MoeShape, num_local: int | None = None
-) -> list[W8A8Matrix]:
+) -> ExpertWeights:
     """8-bit values with scales of blocks or of outputs, of the first experts."""
     rng, found = np.random.default_rng(3), []
-    for matrix in weights(shape, num_local):
+    for matrix in weights(shape, num_local)[:2]:
         num, rows, columns = matrix.shape
         of_outputs = (num, rows)
         if operands is OperandType.FLOAT8_BLOCKS:
@@ -459,7 +461,7 @@ def weights_of(
                 scales=jnp.asarray(scales, jnp.float32),
             )
         )
-    return found
+    return ExpertWeights(*found)
 
 
 def tiles_of(operands: OperandType, tiles: MlpTiles) -> MlpTiles:
@@ -471,17 +473,18 @@ def tiles_of(operands: OperandType, tiles: MlpTiles) -> MlpTiles:
     return dataclasses.replace(tiles, gate_up=product(tiles.gate_up), down=product(tiles.down))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operands", "name", "num_rows", "first", "num_local"),
     [
         (OperandType.FLOAT8_BLOCKS, "few", 3, 1, 2),
         *(
-            pytest.param(operands, *case, marks=pytest.mark.slow)
+            (operands, *case)
             for operands, case in itertools.product(
                 EIGHT_BITS, (("placed_8", 9, 1, 2), ("sorted_24", 63, 0, 4), ("tall", 40, 0, 2))
             )
         ),
-        pytest.param(OperandType.INT8, "few", 3, 1, 2, marks=pytest.mark.slow),
+        (OperandType.INT8, "few", 3, 1, 2),
     ],
 )
 def test_interpreted_experts_of_8_bits_agree_with_portable(
@@ -492,10 +495,10 @@ def test_interpreted_experts_of_8_bits_agree_with_portable(
     x, ids = wide_rows(num_rows, BLOCKY.hidden_size), some_ids(num_rows, BLOCKY)
     matrices = weights_of(operands, BLOCKY, num_local)
     y = sm90.expert_mlp(
-        x, jnp.asarray(ids), *matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
+        x, jnp.asarray(ids), matrices, first_expert=first, tiles=tiles, interpret=INTERPRET
     )
     want = np.asarray(
-        portable.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=first), np.float32
+        portable.expert_mlp(x, jnp.asarray(ids), matrices, first_expert=first), np.float32
     )
     is_local = (ids >= first) & (ids < first + num_local)
     assert is_local.any()
@@ -505,12 +508,14 @@ def test_interpreted_experts_of_8_bits_agree_with_portable(
 
 def test_experts_of_8_bits_that_no_kernel_multiplies_are_refused():
     x, ids = wide_rows(3, BLOCKY.hidden_size), jnp.asarray(some_ids(3, BLOCKY))
-    matrices = [
-        dataclasses.replace(w, scales=jnp.repeat(w.scales, 4, axis=1))
-        for w in weights_of(OperandType.FLOAT8_BLOCKS, BLOCKY)
-    ]
+    matrices = ExpertWeights(
+        *(
+            dataclasses.replace(w, scales=jnp.repeat(w.scales, 4, axis=1))
+            for w in weights_of(OperandType.FLOAT8_BLOCKS, BLOCKY)[:2]
+        )
+    )
     with pytest.raises(NotImplementedError, match="multiple of 64 outputs, not 32"):
-        sm90.expert_mlp(x, ids, *matrices, first_expert=0)
+        sm90.expert_mlp(x, ids, matrices, first_expert=0)
     with pytest.raises(ValueError, match="self.cols=40 of int8"):
         tiles_of(OperandType.INT8, swapped(40))
 
@@ -549,7 +554,7 @@ def every_expert(shape: MoeShape, num_rows: int) -> jax.Array:
         hidden = sm90_linear.linear_swiglu(x, pair[0])
         return sm90_linear.linear(hidden, pair[1], None, out_dtype=BF16)
 
-    return jax.jit(lambda *matrices: lax.map(one, matrices))(*weights(shape))
+    return jax.jit(lambda *matrices: lax.map(one, matrices))(*weights(shape)[:2])
 
 
 def expected_rows(shape: MoeShape, ids, rows=None) -> jax.Array:
@@ -560,7 +565,7 @@ def expected_rows(shape: MoeShape, ids, rows=None) -> jax.Array:
 def forward(ids, rows=None, tiles: MlpTiles | None = None) -> jax.Array:
     rows = np.arange(len(ids)) if rows is None else rows
     x = wide_rows(257, QWEN.hidden_size)[rows]
-    return sm90.expert_mlp(x, jnp.asarray(ids), *weights(QWEN), first_expert=0, tiles=tiles)
+    return sm90.expert_mlp(x, jnp.asarray(ids), weights(QWEN), first_expert=0, tiles=tiles)
 
 
 @pytest.mark.gpu
@@ -589,7 +594,7 @@ def every_clamped_expert(clamp: SwigluClamp) -> jax.Array:
     x, extras = wide_rows(257, OSS.hidden_size), clamped(OSS, OSS.num_experts)
     options: dict = {"out_dtype": BF16}
     rows = []
-    for e, (gate_up, down) in enumerate(zip(*weights(OSS), strict=True)):
+    for e, (gate_up, down) in enumerate(zip(*weights(OSS)[:2], strict=True)):
         hidden = sm90_linear.linear(x, gate_up, extras.gate_up_bias[e], **options)
         hidden = swiglu(hidden, clamp=clamp)
         rows.append(sm90_linear.linear(hidden, down, extras.down_bias[e], **options))
@@ -606,15 +611,14 @@ def test_experts_with_biases_have_the_bits_of_the_dense_products(num_rows):
     assert_order_sensitive(terms)
     logits = jnp.asarray(router_logits(257, OSS.num_experts))
     want_ids, want_ws = sm90.route(logits, num_experts=8, top_k=4, renormalise=True)
+    experts = weights(OSS)._replace(extras=extras)
     want = every_clamped_expert(extras.clamp)[want_ids, np.arange(257)[:, None]]
     for first in (0, 5) if num_rows < 200 else (0,):
         at = slice(first, first + num_rows)
-        y, ws = sm90.route_mlp(
-            x[at], logits[at], *weights(OSS), top_k=4, renormalise=True, extras=extras
-        )
+        y, ws = sm90.route_mlp(x[at], logits[at], experts, top_k=4, renormalise=True)
         assert_bitwise_equal(y, want[at], claim=f"{num_rows} rows from {first}: dense products")
         assert_bitwise_equal(ws, want_ws[at], claim="weights are those of `route`")
-        y = sm90.expert_mlp(x[at], want_ids[at], *weights(OSS), first_expert=0, extras=extras)
+        y = sm90.expert_mlp(x[at], want_ids[at], experts, first_expert=0)
         assert_bitwise_equal(y, want[at], claim="given the ids")
         # Control: a clamp a little wider lets other values through.
         other = every_clamped_expert(dataclasses.replace(extras.clamp, limit=0.76))
@@ -629,10 +633,10 @@ def test_experts_of_8_bits_have_the_bits_of_the_dense_products(operands, num_row
     """By rows that are routed as well, alone and in company."""
     matrices, ids = weights_of(operands, QWEN), some_ids(num_rows, QWEN)
     x = wide_rows(num_rows, QWEN.hidden_size)
-    found = sm90.expert_mlp(x, jnp.asarray(ids), *matrices, first_expert=0)
+    found = sm90.expert_mlp(x, jnp.asarray(ids), matrices, first_expert=0)
     for expert in (0, 77, QWEN.num_experts - 1):
         rows, ranks = np.nonzero(ids == expert)
-        gate_up, down = (jax.tree.map(lambda leaf, e=expert: leaf[e], w) for w in matrices)
+        gate_up, down = (jax.tree.map(lambda leaf, e=expert: leaf[e], w) for w in matrices[:2])
         options: dict = {"backend": Backend.SM90}
         want = linear(linear_swiglu(x, gate_up, **options), down, out_dtype=BF16, **options)
         assert_bitwise_equal(
@@ -641,12 +645,12 @@ def test_experts_of_8_bits_have_the_bits_of_the_dense_products(operands, num_row
     rng = np.random.default_rng(num_rows)
     logits = jnp.asarray(rng.standard_normal((num_rows, QWEN.num_experts)), jnp.float32)
     options = {"top_k": QWEN.top_k, "renormalise": True}
-    y, _ = sm90.route_mlp(x, logits, *matrices, **options)
+    y, _ = sm90.route_mlp(x, logits, matrices, **options)
     ids, _ = sm90.route(logits, num_experts=QWEN.num_experts, **options)
-    want = sm90.expert_mlp(x, ids, *matrices, first_expert=0)
+    want = sm90.expert_mlp(x, ids, matrices, first_expert=0)
     assert_bitwise_equal(y, want, claim="rows routed in the product's launch")
     # Control: a row's bits are those of its own scales.
-    other = sm90.expert_mlp(x * 1.1, jnp.asarray(ids), *matrices, first_expert=0)
+    other = sm90.expert_mlp(x * 1.1, jnp.asarray(ids), matrices, first_expert=0)
     assert count_different_bits(other, want) > 0
 
 
@@ -695,9 +699,9 @@ def test_ranks_have_the_rows_of_their_experts_and_zeros(num_rows, num_ranks):
     x = wide_rows(257, QWEN.hidden_size)[:num_rows]
     for rank in range(num_ranks):
         first = rank * num_local
-        local = [w[first : first + num_local] for w in weights(QWEN)]
+        local = ExpertWeights(*(w[first : first + num_local] for w in weights(QWEN)[:2]))
         y = sm90.expert_mlp(
-            x, jnp.asarray(ids), *local, first_expert=jnp.int32(first), num_ranks=num_ranks
+            x, jnp.asarray(ids), local, first_expert=jnp.int32(first), num_ranks=num_ranks
         )
         is_local = (ids >= first) & (ids < first + num_local)
         zeros = jnp.zeros((), BF16)
@@ -714,7 +718,7 @@ def test_ranks_have_the_rows_of_their_experts_and_zeros(num_rows, num_ranks):
 def test_a_row_of_nan_meets_no_other(num_rows):
     ids = some_ids(257, QWEN)[:num_rows]
     x = wide_rows(257, QWEN.hidden_size)[:num_rows].at[3].set(jnp.nan)
-    y = sm90.expert_mlp(x, jnp.asarray(ids), *weights(QWEN), first_expert=0)
+    y = sm90.expert_mlp(x, jnp.asarray(ids), weights(QWEN), first_expert=0)
     others = np.delete(np.arange(num_rows), 3)
     assert_bitwise_equal(y[others], expected_rows(QWEN, ids)[others], claim="NaN stays in its row")
     assert np.isnan(np.asarray(y[3], np.float32)).all()
@@ -791,9 +795,9 @@ def test_merged_experts_have_the_bits_of_the_two(num_rows):
     rng = np.random.default_rng(1)
     ws = jnp.asarray(rng.random(ids.shape), jnp.float32)
     gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
-    y = sm90.expert_mlp(x, ids, *weights(QWEN), first_expert=0)
+    y = sm90.expert_mlp(x, ids, weights(QWEN), first_expert=0)
     apart = sm90.combine_experts_add_rms_norm(y, ws, residual, gain, eps=EPS)
-    merged = sm90.expert_mlp_add_rms_norm(x, ids, ws, *weights(QWEN), residual, gain, eps=EPS)
+    merged = sm90.expert_mlp_add_rms_norm(x, ids, ws, weights(QWEN), residual, gain, eps=EPS)
     for a, b in zip(merged, apart, strict=True):
         assert_bitwise_equal(a, b, claim="merging changes no bit")
 
@@ -808,7 +812,7 @@ def test_routing_in_the_first_product_has_the_bits_of_route(num_rows, renormalis
     x, residual = (wide_rows(257, QWEN.hidden_size, seed)[:num_rows] for seed in (0, 4))
     gain = jnp.asarray(1 + rng.random(QWEN.hidden_size), BF16)
     options = {"top_k": QWEN.top_k, "renormalise": renormalise}
-    rest = (*weights(QWEN), residual, gain)
+    rest = (weights(QWEN), residual, gain)
     routes = sm90.route(logits, num_experts=QWEN.num_experts, **options)
     apart = sm90.expert_mlp_add_rms_norm(x, *routes, *rest, eps=EPS)
     merged = sm90.route_mlp_add_rms_norm(x, logits, *rest, **options, eps=EPS)
@@ -824,7 +828,7 @@ def test_control_ragged_dot_and_scatter_add_have_other_bits():
     slots = jnp.asarray(ids.reshape(-1))
     order = jnp.argsort(slots, stable=True)
     sizes = jnp.bincount(slots, length=QWEN.num_experts).astype(I32)
-    gate_up, down = (w.swapaxes(1, 2) for w in weights(QWEN))
+    gate_up, down = (w.swapaxes(1, 2) for w in weights(QWEN)[:2])
 
     @jax.jit
     def by_ragged_dot(x, gate_up, down):

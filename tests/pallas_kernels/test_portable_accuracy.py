@@ -15,6 +15,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.linear.api import linear, linear_partial
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 from detjax.pallas_kernels.rope.api import rope
 from detjax.pallas_kernels.swiglu.api import swiglu
@@ -133,10 +134,12 @@ def test_attention_is_within_its_bound(name, window):
     pages = _draw(10, 1, 5, 2, kv_heads, 128, channels)
     got = attention(
         jnp.asarray(q),
-        jnp.asarray(pages),
-        jnp.arange(5, dtype=jnp.int32)[None],
-        jnp.asarray(positions),
-        layer=0,
+        CachePlace(
+            jnp.asarray(pages),
+            jnp.arange(5, dtype=jnp.int32)[None],
+            jnp.asarray(positions),
+            layer=0,
+        ),
         window=window,
         profile=NumericsProfile(compute_dtype="float32"),
         **ON,

@@ -10,6 +10,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear_add, linear_partial
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm
 from detjax.testing import assert_bitwise_equal, count_different_bits, wide
 
@@ -78,10 +79,17 @@ def test_softmax_weights_are_rounded_to_the_compute_dtype_and_their_sum_is_not(d
     assert abs(weight - exact) > 2.0**-11  # far from bfloat16, on either side
     pages[0, 0, 1, 0, :2, 0] = -weight, 1.0
     out = attention(
-        jnp.asarray(q, profile.activation_dtype), jnp.asarray(pages, profile.activation_dtype),
-        jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32), layer=0, window=None,
-        profile=profile, **ON,
-    )  # fmt: skip
+        jnp.asarray(q, profile.activation_dtype),
+        CachePlace(
+            jnp.asarray(pages, profile.activation_dtype),
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones((1, 1), jnp.int32),
+            layer=0,
+        ),
+        window=None,
+        profile=profile,
+        **ON,
+    )
     found = float(np.asarray(out, np.float64)[0, 0, 0, 0])
     if dtype == "bfloat16":
         assert found == 0.0

@@ -13,10 +13,12 @@ from detjax.pallas_kernels.geglu import portable as portable_geglu
 from detjax.pallas_kernels.geglu import sm90 as geglu
 from detjax.pallas_kernels.log_softmax import portable as portable_log_softmax
 from detjax.pallas_kernels.log_softmax import sm90 as log_softmax
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm import portable as portable_rms_norm
 from detjax.pallas_kernels.rms_norm import sm90 as rms_norm
 from detjax.pallas_kernels.rope import portable as portable_rope
 from detjax.pallas_kernels.rope import sm90 as rope
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling import portable as portable_sampling
 from detjax.pallas_kernels.sampling import sm90 as sampling
@@ -60,11 +62,10 @@ def close(actual, expected, bound):
 
 def write(pages, qkv, cos, sin, gains, table, positions, *, num_heads, interpret=False):
     """Run the fused kernel on a cache: (queries, cache)."""
-    q_gain, k_gain = gains or (None, None)
     ref = jax.new_ref(pages)
     out = rope.qk_norm_rope_write(
-        qkv, cos, sin, q_gain, k_gain, ref, table, positions, num_heads=num_heads, layer=1, eps=EPS,
-        interpret=interpret,
+        qkv, Rotation(cos, sin, gains), CachePlace(ref, table, positions, layer=1),
+        num_heads=num_heads, eps=EPS, interpret=interpret,
     )  # fmt: skip
     return out, jax.freeze(ref)
 
@@ -169,6 +170,7 @@ def test_fused_write_lowers_and_aliases_the_cache(heads, kv_heads, channels, has
     assert "output_operand_alias" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tuple", quick_and_slow((True,), (False,)))
 @pytest.mark.parametrize("has_norm", quick_and_slow((True,), (False,)))
 def test_fused_write_in_interpret_mode(has_norm, is_tuple):

@@ -151,6 +151,7 @@ def chosen(monkeypatch, *, skip: bool, parts: int):
 RESULTS = "maxima", "sums", "best score", "token"
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("parts", quick_and_slow((1,), (2, 5, 128)))
 def test_the_choice_is_that_of_all_noise(parts, monkeypatch):
@@ -172,7 +173,7 @@ def test_the_choice_is_that_of_all_noise(parts, monkeypatch):
     assert moved > 20, "the probe: noise decides"
 
 
-@pytest.mark.quick_cases("MAX_NOISE")
+@pytest.mark.slow
 @pytest.mark.control
 @pytest.mark.parametrize("bound", ("MAX_NOISE", "LOG_2_32"))
 def test_control_a_bound_that_is_too_small_chooses_other_tokens(bound, monkeypatch):

@@ -114,6 +114,7 @@ def test_scatter_add_rms_norm_is_bitwise_mesh_invariant(tp, k_len, num_rows):
         assert_bitwise_equal(c, a, claim=f"{name}, K={k_len}: scatter has them too")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_scatter_takes_a_share_of_the_residual_stream_as_well():
     """What one layer leaves on a rank, the next one takes."""

@@ -90,6 +90,7 @@ def drawn_launches(seed: int) -> list[tuple[list[int], int]]:
     return [(list(range(int(rng.integers(1, 4)))), int(rng.integers(1, 4))) for _ in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_word_is_that_of_its_own_launch(num_ranks):

@@ -110,6 +110,7 @@ def digests(found: list[Completion]) -> list[str]:
     return [completion.digest() for completion in found]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("num_rows", quick_and_slow((256,), (3,)))
 def test_a_row_parallel_layer_in_parts_is_bitwise_mesh_invariant(num_rows, monkeypatch):

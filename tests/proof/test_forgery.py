@@ -124,6 +124,7 @@ def test_no_mutant_of_100000_passes_and_10000_true_ones_do(record_property):
     assert counts["true"] >= 10_000 and counts["refused"] >= 100_000
 
 
+@pytest.mark.slow
 def test_no_mutant_of_a_signed_receipt_passes(tmp_path):
     of, rng = subject("dense"), np.random.default_rng(4)
     key = make_key(tmp_path)
@@ -164,6 +165,7 @@ def test_without_making_receipts_again_mutants_pass(monkeypatch):
     assert by_reading < by_tokens < refused
 
 
+@pytest.mark.slow
 def test_receipts_of_one_request_share_an_answer():
     of, rng = subject("dense"), np.random.default_rng(6)
     receipt = max(true_receipts(of, rng, 6), key=lambda receipt: len(receipt.token_ids))

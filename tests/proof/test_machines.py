@@ -25,7 +25,8 @@ def compiler():
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("command", [replay, pytest.param(audit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [replay, audit])
 def test_receipts_of_a_gpu_pass_on_a_cpu(command, capsys):
     assert command.main([str(OF_AN_H200), *OPTIONS[:-1]]) == 0  # not --quiet
     told, lines = capsys.readouterr()

@@ -42,6 +42,7 @@ def test_a_receipt_names_the_weights_that_made_the_answer(llm):
     assert llm.receipt(old) == before and llm.receipt(new) == after
 
 
+@pytest.mark.slow
 def test_weights_that_nobody_hashed_in_time_have_no_receipt(llm):
     old = answer(llm)
     load(llm, 2.0, version=1)
@@ -60,6 +61,7 @@ def test_two_weights_of_one_version_have_no_receipt(llm):
             llm.receipt(output)
 
 
+@pytest.mark.slow
 def test_weights_that_answered_nothing_may_share_their_version(llm):
     """As a trainer does that counts from 0."""
     load(llm, 2.0, version=0)
@@ -77,6 +79,7 @@ def test_a_version_that_never_answered_is_refused():
         history.index_of(5)
 
 
+@pytest.mark.slow
 def test_weights_that_were_half_taken_have_a_version_of_their_own(llm, monkeypatch):
     """The new weights compute from where they are in place, whatever fails behind that."""
     old = answer(llm)
@@ -94,6 +97,7 @@ def test_weights_that_were_half_taken_have_a_version_of_their_own(llm, monkeypat
     assert llm.receipt(new).model["weights"] != before.model["weights"]
 
 
+@pytest.mark.slow
 def test_weights_that_were_replaced_behind_the_engine_are_named_by_no_receipt(llm):
     old = answer(llm)
     llm.receipt(old)

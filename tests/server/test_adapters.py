@@ -92,6 +92,7 @@ def test_rows_of_the_model_alone_have_the_bits_of_a_model_without_room(expected,
         detjax.LLM(max_loras=3, show_progress=False, max_len=64)
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_again_when_its_files_change(lora_llm, tmp_path):
     config = load_config(bundled_model_path())
     folder = write_adapter_folder(tmp_path / "a", config, seed=20, rank=2)
@@ -130,6 +131,7 @@ def unload(client: httpx.Client, name: str) -> httpx.Response:
     return client.post("/v1/unload_lora_adapter", json={"lora_name": name}, headers=ADMIN)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_request_may_be_an_adapter(server, expected, root):
     with server.client() as client:
         for name in ("sea", "novels-6m"):
@@ -144,6 +146,7 @@ def test_the_model_of_a_request_may_be_an_adapter(server, expected, root):
         assert "'hill' is not served here; 'novels-6m' and 'sea' are" in wrong.text
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
     allowed = root / "allowed"
     with server.client() as client:

@@ -256,6 +256,7 @@ def test_an_update_answers_as_a_fresh_server_with_these_weights(server, root, ex
     assert audit.main([str(path), *of_old]) != 0
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_weights_in_a_body_answer_as_those_of_their_folder(server, root, expected, mode):

@@ -66,6 +66,7 @@ def test_weights_with_a_nan_fail_the_request_that_meets_it_and_no_other():
     run_small(scenario, model)
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_closes_the_server_and_health_says_why(monkeypatch):
     async def scenario(service, app):
         path = "/v1/completions"

@@ -133,7 +133,7 @@ class Kept:
 
 @pytest.mark.parametrize(
     ("num", "num_stages"),
-    [(300, 3), pytest.param(4_000, 10, marks=pytest.mark.nightly),
+    [(120, 3), pytest.param(4_000, 10, marks=pytest.mark.nightly),
      pytest.param(100_000, 50, marks=[pytest.mark.nightly, pytest.mark.timeout(5400)])],
 )  # fmt: skip
 def test_no_body_brings_the_server_down_or_leaves_anything_behind(num, num_stages, caplog):

@@ -25,6 +25,7 @@ CHATS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", quick_and_slow([60], [2000]))
 def test_no_request_makes_a_ready_server_compile(running, count):
     engine, compiled = running.llm.engine, []

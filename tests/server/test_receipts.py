@@ -50,6 +50,7 @@ def test_a_stream_ends_with_the_receipt(client):
     assert all("detjax" not in event["choices"][0] for event in events[:-1])
 
 
+@pytest.mark.slow
 def test_text_with_special_tokens_is_that_of_its_receipt(client, tmp_path):
     asked = COMPLETION | {
         "skip_special_tokens": False, "allowed_token_ids": [0, 1, 300], "temperature": 2.0,

@@ -55,9 +55,9 @@ def test_from_start_to_sigterm_with_an_answer_under_way(tmp_path):
 @pytest.mark.parametrize(
     ("until", "number", "code"),
     [
-        ("loading novels-6m", signal.SIGINT, 130),
         ("pages, ", signal.SIGINT, 130),  # the model is loaded, and programs are compiled
-        ("pages, ", signal.SIGTERM, 143),
+        pytest.param("pages, ", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("loading novels-6m", signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param("ready: ", signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param("ready: ", signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],

@@ -84,6 +84,7 @@ def test_training_forward_is_bitwise_path_consistent_in_float32(model_named, com
     assert_same(rows, want, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_training_forward_is_bitwise_batch_invariant(model_named, completions):
     """Alone, in another order, and beside empty rows."""

@@ -10,7 +10,9 @@ import pytest
 
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.batch import Layout, Scored, pack
@@ -182,13 +184,8 @@ def test_a_training_pass_on_sm90_writes_no_reference():
         angles, table = jnp.zeros((2, 32)), jnp.zeros((1, 1), jnp.int32)
         return rope_into_cache(
             qkv,
-            angles,
-            angles,
-            None,
-            pages,
-            table,
-            jnp.zeros((1, 2), jnp.int32),
-            layer=0,
+            Rotation(angles, angles),
+            CachePlace(pages, table, jnp.zeros((1, 2), jnp.int32), layer=0),
             eps=1e-5,
             backend=Backend.SM90,
         )

@@ -51,6 +51,7 @@ def trained(config, *, seed: int = 1) -> dict:
     return masters
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
 def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
@@ -93,6 +94,7 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
         assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
 def test_gradients_of_an_adapter_are_those_of_the_formula(
     model_named, plain_logprobs, weighted, name

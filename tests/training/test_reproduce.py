@@ -292,6 +292,7 @@ def train_tiny():
     del sys.modules["train_tiny"]
 
 
+@pytest.mark.slow
 def test_every_set_has_a_thousand_problems():
     for name, make in problems.LEVELS.items():
         found = make(1000)

@@ -113,6 +113,7 @@ def test_a_state_with_a_flipped_bit_is_refused(tmp_path):
         restore_state(tmp_path / "a", trainer(), facts=FACTS_OF_RUN)
 
 
+@pytest.mark.slow
 def test_an_update_raises_the_objective(batches):
     def value(output):
         pairs = zip(batches, output.logprobs, strict=True)

@@ -69,7 +69,7 @@ class RequestStates:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do or to tell."""
+        """Whether there is anything to compute or to emit."""
         return self.is_interrupted or any((self.inbox, self.cancels, self.outputs, self.live))
 
     # ---------------------------------------------------------------------------------------- inbox

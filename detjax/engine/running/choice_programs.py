@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
@@ -67,6 +67,20 @@ class Program:
     operands: tuple
     specs: tuple[tuple, Any]
     in_place: tuple[int, ...]
+
+    @classmethod
+    def on_mesh(
+        cls, mesh: Mesh, local: Callable, operands: tuple, specs: tuple[tuple, Any],
+        in_place: tuple[int, ...] = (),
+    ) -> "Program":  # fmt: skip
+        """The program of one device, mapped over a mesh."""
+        in_specs, out_specs = specs
+        function = jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return cls(
+            local=local, function=function, operands=operands, specs=specs, in_place=in_place
+        )
 
 
 def drafts_of(slots: Slots, slot, is_given, token_ids: Int32[Array, "B T"]) -> Int32[Array, "B D"]:
@@ -164,20 +178,7 @@ class ChoicePrograms:
     def _describe(
         self, body: Callable, operands: tuple, in_specs: tuple, out_specs, in_place: tuple = ()
     ) -> Program:
-        function = jax.shard_map(
-            body,
-            mesh=self._model.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        return Program(
-            local=body,
-            function=function,
-            operands=operands,
-            specs=(in_specs, out_specs),
-            in_place=in_place,
-        )
+        return Program.on_mesh(self._model.mesh, body, operands, (in_specs, out_specs), in_place)
 
     def _rows(self, count: int, *tail: int) -> jax.ShapeDtypeStruct:
         count *= self._model.mesh.shape[DP_AXIS]

@@ -5,7 +5,6 @@ It shares slots, page tables and sampling parameters with the model that verifie
 cache holds the tokens of page p of the other. Its kernels make no claim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,14 +119,8 @@ class DraftPrograms:
             body, operands = self._decode, (*given, self._slots, self._sampling, packed)
             in_specs, in_place = (*of_model, BY_ROW, BY_ROW, BY_ROW), (2, 3)
             out_specs = DRAFT_SPECS, BY_ROW, of_result
-        local = partial(body, key)
-        return Program(
-            local=local,
-            function=sharded(local, mesh, in_specs, out_specs),
-            operands=operands,
-            specs=(in_specs, out_specs),
-            in_place=in_place,
-        )
+        specs = in_specs, out_specs
+        return Program.on_mesh(mesh, partial(body, key), operands, specs, in_place)
 
     def _prefill(self, key: ProgramKey, params, tables, state: DraftState, packed) -> DraftState:
         """Keys and values of a chunk of each row."""
@@ -207,11 +200,6 @@ class DraftPrograms:
             exchange=params.get("exchange"),
         )  # fmt: skip
         return pages, pack_choice(choice)
-
-
-def sharded(local: Callable, mesh, in_specs: tuple, out_specs: Any) -> Callable:
-    """Map the program of one device over a mesh."""
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int) -> None:

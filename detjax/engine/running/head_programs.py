@@ -32,7 +32,6 @@ from detjax.engine.running.device_arrays import (
     rows_shape,
     window_place,
 )
-from detjax.engine.running.draft_programs import sharded
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose_plain
@@ -184,14 +183,8 @@ class HeadPrograms:
             body, operands = self._decode, (*given, self._slots, self._sampling, packed)
             in_specs, in_place = (*of_model, BY_ROW, BY_ROW, BY_ROW), (2, 3)
             out_specs = HEAD_SPECS, BY_ROW, of_result
-        local = partial(body, key)
-        return Program(
-            local=local,
-            function=sharded(local, mesh, in_specs, out_specs),
-            operands=operands,
-            specs=(in_specs, out_specs),
-            in_place=in_place,
-        )
+        specs = in_specs, out_specs
+        return Program.on_mesh(mesh, partial(body, key), operands, specs, in_place)
 
     def _prefill(
         self, key: ProgramKey, params, tables, state: HeadState, states, packed

@@ -206,7 +206,7 @@ def slot_rank(model: LoadedModel) -> int:
 
 
 def install_adapter(model: LoadedModel, adapter: Adapter, slot: int) -> None:
-    """Put an adapter into a slot, in place of what is there. Programs called before keep theirs.
+    """Put an adapter into a slot, in place of the one in it. Programs called before keep theirs.
 
     Args:
         model: Of `open_adapters`.

@@ -29,7 +29,9 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.parallel.mesh import TP_AXIS
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -324,10 +326,12 @@ def write_keys(
     cos, sin = rope_rows(tables, tokens.positions)
     qkv = product(rows, params["qkv"], rows.dtype)
     _, pages = rope_into_cache(
-        qkv.reshape(qkv.shape[0], -1, ctx.config.head_dim), cos, sin, None, pages,
-        tokens.page_table, tokens.positions,
-        layer=0, eps=ctx.config.rms_norm_eps, backend=ctx.backend,
-    )  # fmt: skip
+        qkv.reshape(qkv.shape[0], -1, ctx.config.head_dim),
+        Rotation(cos, sin),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer=0),
+        eps=ctx.config.rms_norm_eps,
+        backend=ctx.backend,
+    )
     return pages
 
 

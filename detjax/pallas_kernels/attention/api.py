@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention of new tokens over the paged cache: prefill, decode and verify in one."""
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Int32
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens
 
 
 def attention(
     q: Activation[Array, "B T H C"],
-    pages: Activation[Array, "L N 2 K P C"],
-    page_table: Int32[Array, "B n"],
-    positions: Int32[Array, "B T"],
+    place: CachePlace,
     *,
-    layer: int,
     window: int | None,
     profile: NumericsProfile,
     backend: Backend,
@@ -27,10 +26,8 @@ def attention(
 
     Args:
         q: Queries after rotary embedding; any T from 1 to a whole prompt.
-        pages: The cache. Keys and values of these tokens are already in it.
-        page_table: Page of each block of a sequence; entries past its last block are not read.
-        positions: Absolute position of each query; -1 marks padding, whose output is 0.
-        layer: Which layer's pages.
+        place: Of the queries in the cache, where keys and values of these tokens already are. The
+            output of padding is 0.
         window: How many tokens back a query sees, itself included; None sees all.
         profile: Gives the split's length. A page is one block.
         backend: Which implementation runs.
@@ -57,23 +54,33 @@ def attention(
         Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; tiled as in Dao et al. 2022,
         arXiv:2205.14135. Splits of fixed length rather than fixed count.
     """
-    _check(pages, q.shape[2], profile)
+    _check_queries(q, place.pages, place.page_table, place.positions)
+    _check(place.pages, q.shape[2], profile)
     return KERNELS[backend].attention(
-        q, pages, page_table, positions, layer,
-        window=window, profile=profile, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+        q, place, window=window, profile=profile, softcap=softcap, sinks=sinks
+    )
+
+
+def _check_queries(
+    q: Activation[Array, "B T H C"],
+    pages: Activation[Array, "L N 2 K P C"],
+    page_table: Int32[Array, "B n"],
+    positions: Int32[Array, "B T"],
+) -> None:
+    """Refuse queries of other tokens than `positions`, or of other channels than the cache."""
+    if q.shape[:2] != positions.shape or len(page_table) != len(positions):
+        raise ValueError(
+            f"{q.shape=} and {page_table.shape=} must have a row for each of {positions.shape=}"
+        )
+    if q.shape[3] != pages.shape[5]:
+        raise ValueError(f"{q.shape=} and {pages.shape=} must have the same channels")
 
 
 def rope_attention(
     qkv: Activation[Array, "M J C"],
-    cos: Float32[Array, "M half"],
-    sin: Float32[Array, "M half"],
-    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
-    pages: Activation[Array, "L N 2 K P C"],
-    page_table: Int32[Array, "B n"],
-    positions: Int32[Array, "B T"],
+    rotation: Rotation,
+    place: CachePlace,
     *,
-    layer: int,
     window: int | None,
     eps: float,
     profile: NumericsProfile,
@@ -87,15 +94,10 @@ def rope_attention(
 
     Args:
         qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K.
-        cos: Rows of the host's table, one a token.
-        sin: Likewise.
-        gains: Of the norms of queries and keys; None for models without.
-        pages: The cache; updated in place where the caller donates it. No other sequence may read
-            the page that a new token is put in.
-        page_table: Page of each block of a sequence; entries past its last block are not read.
-        positions: Absolute position of each token; -1 marks padding, of which nothing is written
-            and whose output is 0.
-        layer: Which layer's pages.
+        rotation: Angles of these tokens, and gains of the norms of queries and keys.
+        place: Of these tokens in the cache, which is updated in place where the caller donates it.
+            No other sequence may read the page that a new token is put in. Of padding nothing is
+            written, and its output is 0.
         window: How many tokens back a query sees, itself included; None sees all.
         eps: Of the norms.
         profile: Gives the split's length. A page is one block.
@@ -119,14 +121,11 @@ def rope_attention(
     Reference:
         Those of `rope_into_cache` and `attention`.
     """
-    num_heads = qkv.shape[1] - 2 * pages.shape[3]
-    _check(pages, num_heads, profile)
-    if qkv.shape[0] != positions.size or cos.shape[0] != positions.size:
-        raise ValueError(
-            f"{qkv.shape=} and {cos.shape=} must have a row for each of {positions.shape=}"
-        )
+    num_heads = qkv.shape[1] - 2 * place.pages.shape[3]
+    check_tokens(qkv, *rotation, *place[:3])
+    _check(place.pages, num_heads, profile)
     return KERNELS[backend].rope_attention(
-        qkv, cos, sin, gains, pages, page_table, positions, layer,
+        qkv, rotation, place,
         window=window, eps=eps, profile=profile, prefetch=prefetch, sinks=sinks,
     )  # fmt: skip
 

@@ -13,7 +13,9 @@ from jax.experimental import pallas as pl
 
 from detjax.numerics import LOG2_E, NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 
 def _merge(state, other, is_live):
@@ -64,15 +66,13 @@ def _scaling(channels: int, softcap: float | None) -> Callable[[jax.Array], jax.
 
 
 def attention(
-    q, pages, page_table, positions, layer: int,
+    q, place: CachePlace,
     *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.attention`."""
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    return _attention(
-        q, pages, page_table, positions, jnp.int32(layer), sinks,
-        window=window, profile=profile, softcap=softcap,
-    )  # fmt: skip
+    place = place._replace(layer=jnp.int32(place.layer))
+    return _attention(q, place, sinks, window=window, profile=profile, softcap=softcap)
 
 
 class _Tile(NamedTuple):
@@ -156,8 +156,9 @@ class _Tile(NamedTuple):
 
 @partial(jax.jit, static_argnames=("window", "profile", "softcap"))
 def _attention(
-    q, pages, page_table, positions, layer, sinks, *, window, profile: NumericsProfile, softcap
+    q, place: CachePlace, sinks, *, window, profile: NumericsProfile, softcap
 ) -> jax.Array:
+    pages, page_table, positions, layer = place
     batch, query_len, num_heads, channels = q.shape
     kv_heads, block = pages.shape[3:5]
     group = num_heads // kv_heads
@@ -195,7 +196,7 @@ def _attention(
 
     operands = [] if sinks is None else [_sink_rows(sinks, kv_heads, query_len, pad)]
     out = run_blocks(
-        body, rows, pages, page_table, row_positions, layer.reshape(1), *operands,
+        body, rows, pages, page_table, row_positions, jnp.reshape(layer, 1), *operands,
         name="attention", grid=(batch * kv_heads, rows.shape[1] // ROWS),
         out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
         out_specs=pl.BlockSpec((1, ROWS, channels), lambda b, t: (b, t, 0)),
@@ -205,14 +206,12 @@ def _attention(
 
 
 def rope_attention(
-    qkv, cos, sin, gains, pages, page_table, positions, layer: int,
+    qkv, rotation: Rotation, place: CachePlace,
     *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
-    q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
-    q = q.reshape(*positions.shape, *q.shape[1:])
-    out = attention(
-        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
-    )
-    return out, pages
+    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
+    q = q.reshape(*place.positions.shape, *q.shape[1:])
+    place = place._replace(pages=pages)
+    return attention(q, place, window=window, profile=profile, sinks=sinks), pages

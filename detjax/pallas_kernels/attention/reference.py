@@ -7,12 +7,14 @@ import numpy as np
 
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention.sm90_arithmetic import BLOCK, score_scale
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rope.reference import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 
 def attention(
-    q, pages, page_table, positions, layer: int,
+    q, place: CachePlace,
     *, window: int | None, profile: NumericsProfile, softcap: float | None = None, sinks=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.attention`.
@@ -30,6 +32,7 @@ def attention(
             f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
             "portable"
         )
+    pages, page_table, positions, layer = place
     channels = q.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:
         raise NotImplementedError(
@@ -52,14 +55,12 @@ def attention(
 
 
 def rope_attention(
-    qkv, cos, sin, gains, pages, page_table, positions, layer: int,
+    qkv, rotation: Rotation, place: CachePlace,
     *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
-    q, pages = rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
-    q = q.reshape(*positions.shape, *q.shape[1:])
-    out = attention(
-        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
-    )
-    return out, pages
+    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
+    q = q.reshape(*place.positions.shape, *q.shape[1:])
+    place = place._replace(pages=pages)
+    return attention(q, place, window=window, profile=profile, sinks=sinks), pages

@@ -26,6 +26,8 @@ from detjax.pallas_kernels.attention.sm90_decode_listed import (
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, attend_spread
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
@@ -76,10 +78,7 @@ def is_decode(query_len: int, group: int, channels: int, window: int | None) -> 
 
 def attention(
     q,
-    pages,
-    page_table,
-    positions,
-    layer,
+    place: CachePlace,
     *,
     window: int | None,
     profile: NumericsProfile,
@@ -105,17 +104,18 @@ def attention(
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
+    pages, page_table = place.pages, place.page_table
     _check(q, pages, profile)
     if softcap is not None:
         raise NotImplementedError(f"attention on sm90 has no soft cap on scores ({softcap=})")
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    operands = (q, pages, page_table, positions, jnp.int32(layer))
+    place = place._replace(layer=jnp.int32(place.layer))
     per_split = profile.attention_split // profile.attention_block
     if q.dtype == jnp.float32:
         if sinks is not None:
             raise NotImplementedError("attention on sm90 has sinks in bfloat16 alone")
         return sm90_float32.attention(
-            *operands, window=window, per_split=per_split, is_interpreted=is_interpreted
+            q, place, window=window, per_split=per_split, is_interpreted=is_interpreted
         )
     group = q.shape[2] // pages.shape[3]
     if is_decode(q.shape[1], group, q.shape[3], window):
@@ -124,13 +124,13 @@ def attention(
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
             has_sinks=sinks is not None,
         )  # fmt: skip
-        return decode(*operands, sinks, config=config, is_interpreted=is_interpreted)
+        return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
     config = PrefillConfig(blocks_per_split=per_split)
-    return prefill(*operands, sinks, window=window, config=config, is_interpreted=is_interpreted)
+    return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 
 def rope_attention(
-    qkv, cos, sin, gains, pages, page_table, positions, layer,
+    qkv, rotation: Rotation, place: CachePlace,
     *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
@@ -143,29 +143,28 @@ def rope_attention(
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
+    pages = place.pages
     _check(qkv, pages, profile)
-    batch, query_len = positions.shape
+    batch, query_len = place.positions.shape
     kv_heads, channels = pages.shape[3], pages.shape[5]
     group = qkv.shape[1] // kv_heads - 2
-    place = (pages, page_table, positions, jnp.int32(layer))
+    place = place._replace(layer=jnp.int32(place.layer))
     has_fused_kernel = FUSE_ROPE and qkv.dtype == jnp.bfloat16
     if has_fused_kernel and query_len == 1 and is_decode(query_len, group, channels, window):
         config = decode_config(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
-            table_len=page_table.shape[1],
+            table_len=place.page_table.shape[1],
             per_split=profile.attention_split // profile.attention_block, is_new=True,
             has_sinks=sinks is not None,
         )  # fmt: skip
         return decode_new_token(
-            qkv, cos, sin, gains, *place, prefetch if config.prefetched else None, sinks,
+            qkv, rotation, place, prefetch if config.prefetched else None, sinks,
             eps=eps, config=config, is_interpreted=False,
         )  # fmt: skip
-    q, pages = rope_into_cache(qkv, cos, sin, gains, *place, eps=eps)
+    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
     q = q.reshape(batch, query_len, kv_heads * group, channels)
-    out = attention(
-        q, pages, page_table, positions, layer, window=window, profile=profile, sinks=sinks
-    )
-    return out, pages
+    place = place._replace(pages=pages)
+    return attention(q, place, window=window, profile=profile, sinks=sinks), pages
 
 
 def decode_config(
@@ -228,17 +227,10 @@ def decode_config(
 
 @functools.partial(jax.jit, static_argnames=("config", "is_interpreted"))
 def decode(
-    q,
-    pages,
-    page_table,
-    positions,
-    layer,
-    sinks=None,
-    *,
-    config: DecodeConfig,
-    is_interpreted: bool,
+    q, place: CachePlace, sinks=None, *, config: DecodeConfig, is_interpreted: bool
 ) -> jax.Array:
     """See `sm90.attention`."""
+    pages, page_table, positions, layer = place
     batch, query_len, num_heads, channels = q.shape
     kv_heads = pages.shape[3]
     group = num_heads // kv_heads
@@ -280,7 +272,7 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "is_interpreted"))
 def decode_new_token(
-    qkv, cos, sin, gains, pages, page_table, positions, layer, prefetch=None, sinks=None,
+    qkv, rotation: Rotation, place: CachePlace, prefetch=None, sinks=None,
     *, eps: float, config: DecodeConfig, is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`, with T = 1.
@@ -288,6 +280,7 @@ def decode_new_token(
     The CTA of a sequence's last split puts the key and the value in the cache. Where the
     configuration says so, CTAs ask the weights `prefetch` into the L2 cache.
     """
+    pages, page_table, positions, layer = place
     kv_heads, _, channels = pages.shape[3:]
     batch, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
     group = num_heads // kv_heads
@@ -306,8 +299,9 @@ def decode_new_token(
         ),
     )  # fmt: skip
     operands = Operands(
-        queries=(qkv, cos, sin, *(gains or ())), page_rows=pages_ref, row_positions=row_positions,
-        page_table=page_table, positions=positions, layer=layer, prefetch=prefetch, sinks=sinks,
+        queries=(qkv, rotation.cos, rotation.sin, *(rotation.gains or ())), page_rows=pages_ref,
+        row_positions=row_positions, page_table=page_table, positions=positions, layer=layer,
+        prefetch=prefetch, sinks=sinks,
     )  # fmt: skip
     out = _attend(job, operands).reshape(batch, 1, num_heads, channels)
     return out, jax.freeze(pages_ref).reshape(pages.shape)

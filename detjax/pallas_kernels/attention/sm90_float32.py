@@ -23,6 +23,7 @@ from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_listed import merge_splits
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 from detjax.pallas_kernels.sm90_ring import Ring
 
@@ -159,17 +160,14 @@ class TileWork:
 
 
 def attention(
-    q, pages, page_table, positions, layer, *, window: int | None, per_split: int,
+    q, place: CachePlace, *, window: int | None, per_split: int,
     is_split: bool | None = None, is_interpreted: bool = False,
 ) -> jax.Array:  # fmt: skip
     """See `sm90.attention`, of float32.
 
     Args:
         q: Queries.
-        pages: The cache.
-        page_table: Page of each block of a sequence.
-        positions: Of each query; -1 marks padding.
-        layer: Which layer's pages, int32.
+        place: Of the queries in the cache; the layer is an int32 scalar.
         window: How many tokens back a query sees; None sees all.
         per_split: Blocks of 128 keys in a split.
         is_split: Overrides, for tests, whether a CTA takes one split; changes no bit.
@@ -183,23 +181,24 @@ def attention(
         at zero: `out = fma(out, decay, product of the first) + product of the second`.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent.
     """
-    num_rows = q.shape[1] * q.shape[2] // pages.shape[3]
+    kv_heads, table_len = place.pages.shape[3], place.page_table.shape[1]
+    num_rows = q.shape[1] * q.shape[2] // kv_heads
     if is_split is None:
-        pairs = q.shape[0] * pages.shape[3]
+        pairs = q.shape[0] * kv_heads
         has_one_tile = num_rows <= bits.ROWS and LANES % q.shape[3] == 0 and window is None
         is_few = pairs < 2 * NUM_SMS
-        is_split = has_one_tile and is_few and page_table.shape[1] > per_split
+        is_split = has_one_tile and is_few and table_len > per_split
     return _attention(
-        q, pages, page_table, positions, layer,
+        q, place,
         window=window, per_split=per_split, is_split=is_split, is_interpreted=is_interpreted,
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("window", "per_split", "is_split", "is_interpreted"))
 def _attention(
-    q, pages, page_table, positions, layer, *, window, per_split: int, is_split: bool,
-    is_interpreted: bool,
-) -> jax.Array:  # fmt: skip
+    q, place: CachePlace, *, window, per_split: int, is_split: bool, is_interpreted: bool
+) -> jax.Array:
+    pages, page_table, positions, layer = place
     batch, query_len, num_heads, channels = q.shape
     kv_heads = pages.shape[3]
     group = num_heads // kv_heads

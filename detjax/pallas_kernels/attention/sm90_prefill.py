@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
@@ -451,10 +452,10 @@ def _shared_types(plan: _Plan) -> _Shared:
 
 @functools.partial(jax.jit, static_argnames=("window", "config", "is_interpreted"))
 def prefill(
-    q, pages, page_table, positions, layer, sinks=None, *,
-    window, config: PrefillConfig, is_interpreted: bool,
-) -> jax.Array:  # fmt: skip
+    q, place: CachePlace, sinks=None, *, window, config: PrefillConfig, is_interpreted: bool
+) -> jax.Array:
     """See `sm90.attention`."""
+    pages, page_table, positions, layer = place
     batch, query_len, num_heads, channels = q.shape
     kv_heads = pages.shape[3]
     tokens, heads = tile_shape(query_len, num_heads // kv_heads)

@@ -8,7 +8,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 
 
 def route(
@@ -66,31 +66,27 @@ def _check_logits(logits, num_experts: int, top_k: int) -> None:
 def expert_mlp(
     x: Activation[Array, "M D"],
     expert_ids: Int32[Array, "M Q"],
-    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
-    w_down: Activation[Array, "u D F"] | W8A8Matrix,
+    experts: ExpertWeights,
     *,
     first_expert: Int32[Array, ""] | int,
     num_ranks: int = 1,
-    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> Activation[Array, "M Q D"]:
     """Run each row through those of its experts that are here.
 
-    `h = linear_swiglu(x[m], w_gate_up[e])`, `y[m, r] = round(sum_f(h[f] * w_down[e, :, f]))`,
+    `h = linear_swiglu(x[m], gate_up[e])`, `y[m, r] = round(sum_f(h[f] * down[e, :, f]))`,
     `e = expert_ids[m, r] - first_expert`
 
-    With `extras`, `h = swiglu(round(x[m] . w_gate_up[e] + gate_up_bias[e]), clamp)` and
-    `y[m, r] = round(sum_f(h[f] * w_down[e, :, f]) + down_bias[e])`.
+    With `extras`, `h = swiglu(round(x[m] . gate_up[e] + gate_up_bias[e]), clamp)` and
+    `y[m, r] = round(sum_f(h[f] * down[e, :, f]) + down_bias[e])`.
 
     Args:
         x: Normalised rows.
         expert_ids: Each row's experts, over all ranks, in order of rank.
-        w_gate_up: Of each expert here: rows of gate, then of up, (out, in); E = 2 F.
-        w_down: Of each expert here, (out, in).
+        experts: The weights of each expert here.
         first_expert: Id of the first expert here.
         num_ranks: That share the experts alike: an expert gets M Q / (u num_ranks) rows on average,
             which decides how the work is cut, and no bit.
-        extras: Biases, and the clamp of the SwiGLU; None has none.
         backend: Which implementation runs.
 
     Returns:
@@ -107,6 +103,21 @@ def expert_mlp(
         as `linear.w8a8.quantize_rows` makes them.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    _check_experts(x, *experts)
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks=} must be at least 1")
+    return KERNELS[backend].expert_mlp(
+        x, expert_ids, experts, first_expert=first_expert, num_ranks=num_ranks
+    )
+
+
+def _check_experts(
+    x: Activation[Array, "M D"],
+    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
+    w_down: Activation[Array, "u D F"] | W8A8Matrix,
+    extras: ClampedExperts | None,
+) -> None:
+    """Matrices are of the rows' width, and biases one a row of each matrix."""
     num_local, num_gate_up, width = w_gate_up.shape
     if x.shape[1] != width or w_down.shape != (num_local, width, num_gate_up // 2):
         raise ValueError(
@@ -115,17 +126,6 @@ def expert_mlp(
         )
     if num_gate_up % 2:
         raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
-    _check_extras(extras, w_gate_up, w_down)
-    if num_ranks < 1:
-        raise ValueError(f"{num_ranks=} must be at least 1")
-    return KERNELS[backend].expert_mlp(
-        x, expert_ids, w_gate_up, w_down,
-        first_expert=first_expert, num_ranks=num_ranks, extras=extras,
-    )  # fmt: skip
-
-
-def _check_extras(extras: ClampedExperts | None, w_gate_up, w_down) -> None:
-    """Biases are one a row of each matrix."""
     if extras is None:
         return
     shapes = extras.gate_up_bias.shape, extras.down_bias.shape
@@ -172,12 +172,10 @@ def combine_experts_add_rms_norm(
 def route_mlp(
     x: Activation[Array, "M D"],
     logits: Float32[Array, "M O"],
-    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
-    w_down: Activation[Array, "u D F"] | W8A8Matrix,
+    experts: ExpertWeights,
     *,
     top_k: int,
     renormalise: bool,
-    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> tuple[Activation[Array, "M Q D"], Float32[Array, "M Q"]]:
     """`route` and `expert_mlp` where every expert is here.
@@ -185,11 +183,9 @@ def route_mlp(
     Args:
         x: Normalised rows.
         logits: Of every expert, and of padding, as in `route`.
-        w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
-        w_down: Of each expert, (out, in).
+        experts: The weights of each expert.
         top_k: Experts of a row, Q.
         renormalise: Whether a row's weights add up to 1.
-        extras: As in `expert_mlp`.
         backend: Which implementation runs.
 
     Returns:
@@ -202,11 +198,9 @@ def route_mlp(
         The bits of the two, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    _check_experts(x, logits, w_gate_up, w_down, top_k)
-    _check_extras(extras, w_gate_up, w_down)
-    return KERNELS[backend].route_mlp(
-        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
-    )
+    _check_logits(logits, experts.gate_up.shape[0], top_k)
+    _check_experts(x, *experts)
+    return KERNELS[backend].route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
 
 
 def defers_experts(num_rows: int, width: int, *, backend: Backend) -> bool:
@@ -268,30 +262,16 @@ def combine_experts_norm_linear(
     )
 
 
-def _check_experts(x, logits, w_gate_up, w_down, top_k: int) -> None:
-    num_experts, num_gate_up, width = w_gate_up.shape
-    _check_logits(logits, num_experts, top_k)
-    if x.shape[1] != width or w_down.shape != (num_experts, width, num_gate_up // 2):
-        raise ValueError(
-            f"{x.shape=}, {w_gate_up.shape=} and {w_down.shape=} must be [M, D], [u, 2 F, D] and "
-            "[u, D, F]"
-        )
-    if num_gate_up % 2:
-        raise ValueError(f"{w_gate_up.shape=} must have as many rows of up as of gate")
-
-
 def route_mlp_add_rms_norm(
     x: Activation[Array, "M D"],
     logits: Float32[Array, "M O"],
-    w_gate_up: Activation[Array, "u E D"] | W8A8Matrix,
-    w_down: Activation[Array, "u D F"] | W8A8Matrix,
+    experts: ExpertWeights,
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
     *,
     top_k: int,
     renormalise: bool,
     eps: float,
-    extras: ClampedExperts | None = None,
     backend: Backend,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """`route`, `expert_mlp` and `combine_experts_add_rms_norm` where every expert is here.
@@ -302,14 +282,12 @@ def route_mlp_add_rms_norm(
     Args:
         x: Normalised rows.
         logits: Of every expert, and of padding, as in `route`.
-        w_gate_up: Of each expert: rows of gate, then of up, (out, in); E = 2 F.
-        w_down: Of each expert, (out, in).
+        experts: The weights of each expert.
         residual: The residual stream.
         gain: Scale of each channel.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square, in units of total**2.
-        extras: As in `expert_mlp`.
         backend: Which implementation runs.
 
     Returns:
@@ -322,9 +300,8 @@ def route_mlp_add_rms_norm(
         The bits of the three, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    _check_experts(x, logits, w_gate_up, w_down, top_k)
-    _check_extras(extras, w_gate_up, w_down)
+    _check_logits(logits, experts.gate_up.shape[0], top_k)
+    _check_experts(x, *experts)
     return KERNELS[backend].route_mlp_add_rms_norm(
-        x, logits, w_gate_up, w_down, residual, gain,
-        top_k=top_k, renormalise=renormalise, eps=eps, extras=extras,
-    )  # fmt: skip
+        x, logits, experts, residual, gain, top_k=top_k, renormalise=renormalise, eps=eps
+    )

@@ -13,7 +13,7 @@ from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
 from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -170,10 +170,10 @@ def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Arr
 
 @partial(jax.jit, static_argnames="num_ranks")
 def expert_mlp(
-    x, expert_ids, w_gate_up, w_down, *,
-    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
-) -> jax.Array:  # fmt: skip
+    x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int = 1
+) -> jax.Array:
     """See `api.expert_mlp`. Tiles are of one size, for any number of ranks."""
+    w_gate_up, w_down, extras = experts
     num_rows, top_k = expert_ids.shape
     rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
     sources = jnp.full(most * ROWS, num_rows, jnp.int32)
@@ -225,21 +225,13 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x,
-    logits,
-    w_gate_up,
-    w_down,
-    *,
-    top_k: int,
-    renormalise: bool,
-    extras: ClampedExperts | None = None,
+    x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
-        logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
+        logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    y = expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras)
-    return y, weights
+    return expert_mlp(x, expert_ids, experts, first_expert=0), weights
 
 
 def defers_experts(num_rows: int, width: int) -> bool:
@@ -256,20 +248,9 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x,
-    logits,
-    w_gate_up,
-    w_down,
-    residual,
-    gain,
-    *,
-    top_k: int,
-    renormalise: bool,
-    eps: float,
-    extras: ClampedExperts | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    x, logits, experts: ExpertWeights, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    y, weights = route_mlp(
-        x, logits, w_gate_up, w_down, top_k=top_k, renormalise=renormalise, extras=extras
-    )
+    y, weights = route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.quantized import is_quantized
 from detjax.pallas_kernels.linear.reference import linear
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import add_rms_norm
@@ -24,15 +24,15 @@ def route(
 
 
 def expert_mlp(
-    x, expert_ids, w_gate_up, w_down, *,
-    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
-) -> jax.Array:  # fmt: skip
+    x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int = 1
+) -> jax.Array:
     """See `api.expert_mlp`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16.
     """
     del num_ranks  # changes no bit
+    w_gate_up, w_down, extras = experts
     if is_quantized(w_gate_up) or is_quantized(w_down):
         raise NotImplementedError(
             "experts of the reference backend have no 8-bit weights; use portable or sm90"
@@ -70,20 +70,13 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x,
-    logits,
-    w_gate_up,
-    w_down,
-    *,
-    top_k: int,
-    renormalise: bool,
-    extras: ClampedExperts | None = None,
+    x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.route_mlp`: the two operations, one after the other."""
     expert_ids, weights = route(
-        logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise
+        logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
-    return expert_mlp(x, expert_ids, w_gate_up, w_down, first_expert=0, extras=extras), weights
+    return expert_mlp(x, expert_ids, experts, first_expert=0), weights
 
 
 def combine_experts_norm_linear(
@@ -95,10 +88,9 @@ def combine_experts_norm_linear(
 
 
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+    x, logits, experts: ExpertWeights, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
-    options = {"top_k": top_k, "renormalise": renormalise, "extras": extras}
-    y, weights = route_mlp(x, logits, w_gate_up, w_down, **options)
+    y, weights = route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
     return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)

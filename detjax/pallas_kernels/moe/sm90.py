@@ -12,7 +12,7 @@ from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
-from detjax.pallas_kernels.moe.extras import ClampedExperts
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.moe.sm90_combine import (
     combine_rows_add_rms_norm,
     read_experts,
@@ -55,28 +55,19 @@ def _rows_for(x, w, interpret):
 
 
 def expert_rows(
-    x,
-    expert_ids,
-    w_gate_up,
-    w_down,
-    *,
-    first_expert,
-    tiles: MlpTiles,
-    extras: ClampedExperts | None = None,
-    interpret=None,
+    x, expert_ids, experts: ExpertWeights, *, first_expert, tiles: MlpTiles, interpret=None
 ) -> tuple[jax.Array, jax.Array | None]:
     """The rows of `expert_mlp`, [M k, D], and where each slot's row lies; None in order of slot.
 
     Args:
         x: [M, D].
         expert_ids: int32 [M, k].
-        w_gate_up: [e, 2 F, D].
-        w_down: [e, D, F].
+        experts: Of [e, 2 F, D] and [e, D, F].
         first_expert: Id of the first expert here; None if every expert is.
         tiles: How to cut the products; changes no bit.
-        extras: Biases and clamp, if so.
         interpret: How to interpret the kernels, if so.
     """
+    w_gate_up, w_down, extras = experts
     _check_supported(x, w_gate_up, w_down)
     gate_up_bias, down_bias, clamp = _parts(extras)
     is_whole = first_expert is None
@@ -132,8 +123,7 @@ def _operand_type(w) -> OperandType:
 
 @functools.partial(jax.jit, static_argnames=("num_ranks", "tiles", "interpret"))
 def expert_mlp(
-    x, expert_ids, w_gate_up, w_down, *,
-    first_expert, num_ranks: int = 1, extras: ClampedExperts | None = None,
+    x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int = 1,
     tiles: MlpTiles | None = None, interpret=None,
 ) -> jax.Array:  # fmt: skip
     """See `api.expert_mlp`.
@@ -141,11 +131,9 @@ def expert_mlp(
     Args:
         x: Rows.
         expert_ids: Each row's experts.
-        w_gate_up: Gates and ups of each expert here.
-        w_down: The second matrix of each.
+        experts: The weights of each expert here.
         first_expert: Id of the first of them.
         num_ranks: That share the experts.
-        extras: Biases and clamp, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -159,11 +147,10 @@ def expert_mlp(
         bits of `linear_swiglu` and `linear`.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up, num_ranks)
+    tiles = tiles or _tiles_for(x, expert_ids.shape[1], experts.gate_up, num_ranks)
     y, places = expert_rows(
-        x, expert_ids, w_gate_up, w_down,
-        first_expert=first_expert, tiles=tiles, extras=extras, interpret=interpret,
-    )  # fmt: skip
+        x, expert_ids, experts, first_expert=first_expert, tiles=tiles, interpret=interpret
+    )
     if places is not None:
         y = unsort_rows(y, places, interpret=interpret is not None)
     return y.reshape(*expert_ids.shape, x.shape[1])
@@ -187,8 +174,8 @@ def combine_experts_add_rms_norm(
 
 @functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
 def expert_mlp_add_rms_norm(
-    x, expert_ids, weights, w_gate_up, w_down, residual, gain, *,
-    eps: float, extras: ClampedExperts | None = None, tiles: MlpTiles | None = None, interpret=None,
+    x, expert_ids, weights, experts: ExpertWeights, residual, gain, *,
+    eps: float, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`expert_mlp` of all experts, then `combine_experts_add_rms_norm`: no row is put in order.
 
@@ -196,11 +183,10 @@ def expert_mlp_add_rms_norm(
         The bits of the two, one after the other.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    tiles = tiles or _tiles_for(x, expert_ids.shape[1], w_gate_up)
+    tiles = tiles or _tiles_for(x, expert_ids.shape[1], experts.gate_up)
     y, places = expert_rows(
-        x, expert_ids, w_gate_up, w_down,
-        first_expert=None, tiles=tiles, extras=extras, interpret=interpret,
-    )  # fmt: skip
+        x, expert_ids, experts, first_expert=None, tiles=tiles, interpret=interpret
+    )
     if places is not None:
         places = places.reshape(expert_ids.shape)
     return combine_rows_add_rms_norm(
@@ -210,8 +196,8 @@ def expert_mlp_add_rms_norm(
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "eps", "tiles", "interpret"))
 def route_mlp_add_rms_norm(
-    x, logits, w_gate_up, w_down, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float, extras: ClampedExperts | None = None,
+    x, logits, experts: ExpertWeights, residual, gain, *,
+    top_k: int, renormalise: bool, eps: float,
     tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: few rows are routed in the launch of the first product.
@@ -219,14 +205,12 @@ def route_mlp_add_rms_norm(
     Args:
         x: Normalised rows.
         logits: Of every expert, [M, U] or wider: the first U columns are read.
-        w_gate_up: Gates and ups of each.
-        w_down: The second matrix of each.
+        experts: The weights of each.
         residual: The residual stream.
         gain: Scale of each channel.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square.
-        extras: Biases and clamp of the experts, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -234,20 +218,18 @@ def route_mlp_add_rms_norm(
         The bits of `route`, `expert_mlp` and `combine_experts_add_rms_norm`: the same instructions.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    tiles = tiles or _tiles_for(x, top_k, w_gate_up)
+    tiles = tiles or _tiles_for(x, top_k, experts.gate_up)
     if not tiles.is_few:
         ids, weights = route(
-            logits, num_experts=w_gate_up.shape[0], top_k=top_k, renormalise=renormalise,
+            logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise,
             interpret=interpret is not None,
         )  # fmt: skip
         return expert_mlp_add_rms_norm(
-            x, ids, weights, w_gate_up, w_down, residual, gain,
-            eps=eps, extras=extras, tiles=tiles, interpret=interpret,
-        )  # fmt: skip
+            x, ids, weights, experts, residual, gain, eps=eps, tiles=tiles, interpret=interpret
+        )
     y, weights = route_mlp(
-        x, logits, w_gate_up, w_down,
-        top_k=top_k, renormalise=renormalise, extras=extras, tiles=tiles, interpret=interpret,
-    )  # fmt: skip
+        x, logits, experts, top_k=top_k, renormalise=renormalise, tiles=tiles, interpret=interpret
+    )
     return combine_experts_add_rms_norm(
         y, weights, residual, gain, eps=eps, interpret=interpret is not None
     )
@@ -255,8 +237,7 @@ def route_mlp_add_rms_norm(
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def route_mlp(
-    x, logits, w_gate_up, w_down, *,
-    top_k: int, renormalise: bool, extras: ClampedExperts | None = None,
+    x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool,
     tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: few rows are routed in the launch of the first product.
@@ -264,11 +245,9 @@ def route_mlp(
     Args:
         x: Normalised rows.
         logits: Of every expert, [M, U] or wider: the first U columns are read.
-        w_gate_up: Gates and ups of each.
-        w_down: The second matrix of each.
+        experts: The weights of each.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
-        extras: Biases and clamp of the experts, if so.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
@@ -276,6 +255,7 @@ def route_mlp(
         The bits of `route` and `expert_mlp`: the same instructions.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
+    w_gate_up, w_down, extras = experts
     tiles = tiles or _tiles_for(x, top_k, w_gate_up)
     options = {"top_k": top_k, "renormalise": renormalise}
     num_experts = w_gate_up.shape[0]
@@ -283,10 +263,7 @@ def route_mlp(
         ids, weights = route(
             logits, num_experts=num_experts, **options, interpret=interpret is not None
         )
-        y = expert_mlp(
-            x, ids, w_gate_up, w_down,
-            first_expert=0, extras=extras, tiles=tiles, interpret=interpret,
-        )  # fmt: skip
+        y = expert_mlp(x, ids, experts, first_expert=0, tiles=tiles, interpret=interpret)
         return y, weights
     _check_supported(x, w_gate_up, w_down)
     check_routes(num_experts, top_k)

@@ -6,7 +6,7 @@ Integers alone, and copies. A slot is a row and one of its experts, `m * k + ran
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,18 @@ def _sort_scales(scales_gmem, sorted_gmem, places, slots, *, top_k: int, math) -
 _BLOCKS_AT_ONCE = 32
 
 
+class _SortMemory(NamedTuple):
+    """Shared memory of a CTA that sorts rows, and its barrier."""
+
+    rows: Any  # [tokens, D / span, span]
+    all_ids: Any  # [num_read] int32: experts of all slots, where each CTA counts
+    ids: Any  # [LANES] int32: of this CTA's slots
+    starts: Any  # [size] int32: sorted row of each expert's first slot of this CTA
+    places: Any  # [LANES] int32: sorted row of each of its slots, or -1
+    scratch: Any  # [3, 4] int32: of sums over a warpgroup
+    arrived: Any  # the rows are there
+
+
 @functools.partial(jax.jit, static_argnames=("num_local", "tile_rows", "interpret"))
 def sort_rows(
     x, expert_ids, first_expert, *, num_local: int, tile_rows: int, interpret: bool = False
@@ -296,14 +308,9 @@ def sort_rows(
         found,  # the like of S sorted rows
         places_gmem,  # [S] int32
         work,  # `GroupedWork`
-        rows_smem,  # [tokens, D / span, span]
-        all_ids,  # [num_read] int32
-        ids_smem,  # [LANES] int32
-        starts_smem,  # [size] int32
-        places_smem,  # [LANES] int32
-        scratch,  # [3, 4] int32
-        arrived,  # the rows are there
+        memory: _SortMemory,
     ):
+        rows_smem, all_ids, ids_smem, starts_smem, places_smem, scratch, arrived = memory
         (x_gmem, scales_gmem), (sorted_gmem, sorted_scales) = given, found
         cta = lax.axis_index("cta")
         first_slot = cta * block
@@ -372,13 +379,15 @@ def sort_rows(
         name="detjax_moe_sort",
         is_interpreted=interpret,
         scratch_types=[
-            plgpu.SMEM((tokens, width // span, span), x.dtype),
-            plgpu.SMEM((num_read,), jnp.int32),
-            plgpu.SMEM((rows.LANES,), jnp.int32),
-            plgpu.SMEM((size,), jnp.int32),
-            plgpu.SMEM((rows.LANES,), jnp.int32),
-            plgpu.SMEM((3, 4), jnp.int32),
-            plgpu.Barrier(num_arrivals=tokens),
+            _SortMemory(
+                rows=plgpu.SMEM((tokens, width // span, span), x.dtype),
+                all_ids=plgpu.SMEM((num_read,), jnp.int32),
+                ids=plgpu.SMEM((rows.LANES,), jnp.int32),
+                starts=plgpu.SMEM((size,), jnp.int32),
+                places=plgpu.SMEM((rows.LANES,), jnp.int32),
+                scratch=plgpu.SMEM((3, 4), jnp.int32),
+                arrived=plgpu.Barrier(num_arrivals=tokens),
+            )
         ],
     )
     found = sorted_rows.reshape(num_slots, width)

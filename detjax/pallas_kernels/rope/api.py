@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Float32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens
 
 
 def rope(
@@ -37,14 +39,9 @@ def rope(
 
 def rope_into_cache(
     qkv: Activation[Array, "M J C"],
-    cos: Float32[Array, "M half"],
-    sin: Float32[Array, "M half"],
-    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
-    pages: Activation[Array, "L N 2 K P C"],
-    page_table: Int32[Array, "B n"],
-    positions: Int32[Array, "B T"],
+    rotation: Rotation,
+    place: CachePlace,
     *,
-    layer: int,
     eps: float,
     backend: Backend,
 ) -> tuple[Activation[Array, "M H C"], Activation[Array, "L N 2 K P C"]]:
@@ -56,20 +53,18 @@ def rope_into_cache(
 
     Args:
         qkv: Heads of queries, then keys, then values: J = H + 2 K.
-        cos: Rows of the host's table, one a token.
-        sin: Likewise.
-        gains: Of the norms of queries and keys; None for models without.
-        pages: The cache; updated in place where the caller donates it.
-        page_table: Page of each block of a sequence.
-        positions: Absolute position of each token; -1 marks padding, of which nothing is written.
-        layer: Which layer's pages.
+        rotation: Angles of these tokens, and gains of the norms of queries and keys.
+        place: Of these tokens in the cache, which is updated in place where the caller donates it.
+            Of padding nothing is written.
         eps: Of the norms.
         backend: Which implementation runs.
+
+    Raises:
+        ValueError: If tokens are not as many as positions.
 
     Numerics:
         `rms_norm` with heads as rows, its result rounded, then `rope`; the rest moves bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    return KERNELS[backend].rope_into_cache(
-        qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps
-    )
+    check_tokens(qkv, *rotation, *place[:3])
+    return KERNELS[backend].rope_into_cache(qkv, rotation, place, eps=eps)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 
 @jax.jit
@@ -49,8 +51,9 @@ def split_heads(qkv, num_heads: int) -> list[jax.Array]:
     return jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
 
 
-def write_pages(pages, k, v, page_table, positions, layer: int) -> jax.Array:
+def write_pages(place: CachePlace, k, v) -> jax.Array:
     """Put keys and values [M, K, C] of new tokens in their pages; padding is dropped."""
+    pages, page_table, positions, layer = place
     page_len = pages.shape[4]
     blocks = jnp.maximum(positions, 0) // page_len
     page_ids = jnp.take_along_axis(page_table, blocks, axis=1).reshape(-1)
@@ -62,27 +65,24 @@ def write_pages(pages, k, v, page_table, positions, layer: int) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, cos, sin, gains, pages, page_table, positions, layer: int, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    q, k, v = rotated_heads(
-        rope, rms_norm, qkv, cos, sin, gains, num_kv_heads=pages.shape[3], eps=eps
-    )
-    return q, write_pages(pages, k, v, page_table, positions, layer)
+    kv_heads = place.pages.shape[3]
+    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, num_kv_heads=kv_heads, eps=eps)
+    return q, write_pages(place, k, v)
 
 
 def rotated_heads(
-    rope: Callable, rms_norm: Callable, qkv, cos, sin, gains, *, num_kv_heads: int, eps: float
+    rope: Callable, rms_norm: Callable, qkv, rotation: Rotation, *, num_kv_heads: int, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries and keys, normalised if there are gains and rotated by a backend's own operations.
 
     Args:
         rope: `api.rope` of the backend.
         rms_norm: `api.rms_norm` of the backend.
-        qkv: As `api.rope_into_cache` has it, and the rest too.
-        cos: Of each row.
-        sin: Of each row.
-        gains: Of queries and of keys, or None.
+        qkv: As `api.rope_into_cache` has it.
+        rotation: Likewise.
         num_kv_heads: Heads of keys, and of values.
         eps: Of the norm.
 
@@ -90,10 +90,10 @@ def rotated_heads(
         Queries, keys and values.
     """
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * num_kv_heads)
-    if gains is not None:
+    if rotation.gains is not None:
         q, k = (
             rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)
-            for x, gain in zip((q, k), gains, strict=True)
+            for x, gain in zip((q, k), rotation.gains, strict=True)
         )
-    q, k = (rope(x, cos, sin) for x in (q, k))
+    q, k = (rope(x, rotation.cos, rotation.sin) for x in (q, k))
     return q, k, v

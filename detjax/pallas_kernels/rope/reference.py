@@ -4,9 +4,11 @@
 import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import rms_norm
 from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 
 def rope(x, cos, sin) -> jax.Array:
@@ -23,10 +25,9 @@ def rope(x, cos, sin) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, cos, sin, gains, pages, page_table, positions, layer: int, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    q, k, v = rotated_heads(
-        rope, rms_norm, qkv, cos, sin, gains, num_kv_heads=pages.shape[3], eps=eps
-    )
-    return q, write_pages(pages, k, v, page_table, positions, layer)
+    kv_heads = place.pages.shape[3]
+    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, num_kv_heads=kv_heads, eps=eps)
+    return q, write_pages(place, k, v)

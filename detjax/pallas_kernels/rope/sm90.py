@@ -11,7 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm import sm90 as norm
+from detjax.pallas_kernels.rope.rotation import Rotation
 
 
 def row_form(channels: int) -> norm.RowSum:
@@ -145,38 +147,29 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    return _rope_into_cache(
-        qkv, cos, sin, gains, pages, page_table, positions, jnp.int32(layer), eps=eps
-    )
+    place = place._replace(layer=jnp.int32(place.layer))
+    return _rope_into_cache(qkv, rotation, place, eps=eps)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
-def _rope_into_cache(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps: float):
-    q_gain, k_gain = gains or (None, None)
-    pages_ref = jax.new_ref(pages)
-    q = qk_norm_rope_write(
-        qkv, cos, sin, q_gain, k_gain, pages_ref, page_table, positions,
-        num_heads=qkv.shape[1] - 2 * pages.shape[3], layer=layer, eps=eps,
-    )  # fmt: skip
+def _rope_into_cache(qkv, rotation: Rotation, place: CachePlace, *, eps: float):
+    pages_ref = jax.new_ref(place.pages)
+    num_heads = qkv.shape[1] - 2 * place.pages.shape[3]
+    written = place._replace(pages=pages_ref)
+    q = qk_norm_rope_write(qkv, rotation, written, num_heads=num_heads, eps=eps)
     return q, jax.freeze(pages_ref)
 
 
 def qk_norm_rope_write(
     qkv,
-    cos,
-    sin,
-    q_gain,
-    k_gain,
-    pages_ref,
-    page_table,
-    positions,
+    rotation: Rotation,
+    place: CachePlace,
     *,
     num_heads: int,
-    layer,
     eps: float,
     interpret: bool = False,
 ) -> jax.Array:
@@ -189,15 +182,11 @@ def qk_norm_rope_write(
     Args:
         qkv: [M, H + 2 K, C]: queries, keys and values of each token, as one fused product has them;
             or a tuple of q, k and v.
-        cos: float32 [M, C / 2].
-        sin: Likewise.
-        q_gain: [C], or None for no norm.
-        k_gain: Likewise; both or neither.
-        pages_ref: The cache [L, N, 2, K, P, C], a `jax.new_ref`; written in place.
-        page_table: int32 [B, n].
-        positions: int32 [B, T] or [M]; a negative one is padding, and nothing of it is written.
+        rotation: Angles of the M tokens, and gains.
+        place: Of the tokens in the cache, whose pages are a `jax.new_ref`, written in place.
+            Positions are [B, T] or [M]; a negative one is padding, and nothing of it is written.
+            The layer is an operand, so that all layers share one compiled kernel.
         num_heads: H.
-        layer: Index into L; an operand, so that all layers share one compiled kernel.
         eps: Of the norm.
         interpret: Run in interpret mode.
 
@@ -212,6 +201,7 @@ def qk_norm_rope_write(
         functions on the same layout, with the norm rounded to the dtype in between.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
+    pages_ref, page_table, positions, layer = place
     _, _, _, kv_heads, page_len, channels = pages_ref.shape
     qkv_parts = qkv if isinstance(qkv, tuple) else (qkv,)
     starts = (0, 0, 0) if len(qkv_parts) == 3 else (0, num_heads, num_heads + kv_heads)
@@ -220,8 +210,6 @@ def qk_norm_rope_write(
     want = (num_heads, kv_heads, kv_heads) if len(qkv_parts) == 3 else (num_heads + 2 * kv_heads,)
     if held != tuple((h, channels) for h in want):
         raise ValueError(f"heads of qkv are {held}, not {want} of {channels} channels")
-    if (q_gain is None) != (k_gain is None):
-        raise ValueError("q_gain and k_gain must be given together")
     if num_tokens % page_table.shape[0] or positions.size != num_tokens:
         raise ValueError(
             f"{num_tokens} tokens, {positions.shape=} and {page_table.shape=} do not fit"
@@ -234,10 +222,7 @@ def qk_norm_rope_write(
 
     def body(
         qkv_gmem,  # ([M, H + 2 K, C],), or q, k and v
-        cos_gmem,  # [M, C / 2] f32
-        sin_gmem,  # [M, C / 2] f32
-        q_gain_gmem,  # [C], or None
-        k_gain_gmem,  # [C], or None
+        rotation_gmem,  # `Rotation`: [M, C / 2] f32 twice, and two of [C], or None
         pages_gmem,  # [L, N, 2, K, P, C]
         table_gmem,  # [B, n] int32
         positions_gmem,  # [M] int32
@@ -245,6 +230,8 @@ def qk_norm_rope_write(
         q_out,  # [M, H, C]
     ):
         q_gmem, k_gmem, v_gmem = qkv_gmem if len(qkv_gmem) == 3 else qkv_gmem * 3
+        cos_gmem, sin_gmem, gains_gmem = rotation_gmem
+        q_gain_gmem, k_gain_gmem = gains_gmem or (None, None)
         index, token = lax.axis_index("tile"), lax.axis_index("token")
         halves = halves_of(channels)
 
@@ -282,7 +269,7 @@ def qk_norm_rope_write(
     return rows.run_kernel(
         body,
         (
-            qkv_parts, cos, sin, q_gain, k_gain, pages_ref, page_table, positions.reshape(-1),
+            qkv_parts, rotation, pages_ref, page_table, positions.reshape(-1),
             jnp.asarray(layer, jnp.int32).reshape(1),
         ),
         out=jax.ShapeDtypeStruct((num_tokens, num_heads, channels), dtype),

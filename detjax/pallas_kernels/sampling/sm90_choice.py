@@ -3,7 +3,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,24 @@ def _num_parts(num_rows: int, tiles: int) -> int:
     return min(tiles, rows.LANES, pl.cdiv(CTAS_AN_SM * NUM_SMS, num_rows))
 
 
-def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
+class ScoredParts(NamedTuple):
+    """What one pass over the logits finds: arrays, or inside a kernel their references."""
+
+    values: Any  # [M, parts] f32: best score of each part of a row
+    tokens: Any  # [M, parts] int32: its id
+    maxima: Any  # [M, blocks] f32: of `block_stats`
+    sums: Any  # [M, blocks] f32
+
+
+class _PartMemory(NamedTuple):
+    """Shared memory of a CTA, of one part of a row."""
+
+    values: Any  # [held] f32
+    tokens: Any  # [held] int32
+    best: Any  # [NUM_WARPS] f32
+
+
+def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool) -> ScoredParts:
     """One pass over the logits: best (score, id) of each part of a row, and block statistics."""
     num_rows, width = logits.shape
     blocks = num_blocks(width)
@@ -124,17 +141,12 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
     def body(
         logits_gmem,  # [M, blocks, LOGIT_BLOCK] f32
         t_gmem,  # [M] f32
-        key0_gmem,  # [M] uint32
-        key1_gmem,  # [M] uint32
+        keys_gmem,  # [M] uint32 twice
         first_gmem,  # [1] int32
-        value_gmem,  # [M, parts] f32
-        token_gmem,  # [M, parts] int32
-        maxima_gmem,  # [M, blocks] f32
-        sums_gmem,  # [M, blocks] f32
-        value_smem,  # [held] f32
-        token_smem,  # [held] int32
-        best_smem,  # [NUM_WARPS] f32
+        found: ScoredParts,
+        memory: _PartMemory,
     ):
+        value_smem, token_smem, best_smem = memory
         row, part = lax.axis_index("row"), lax.axis_index("part")
         t = t_gmem[row]
 
@@ -148,7 +160,7 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
             if not is_greedy:
                 scored_tile = functools.partial(
                     _ScoredTile, temperature=t, reciprocal=1.0 / t, best_smem=best_smem, tile=tile,
-                    key=(key0_gmem[row], key1_gmem[row]), has_few=tiles < MIN_TURNS * parts,
+                    key=tuple(half[row] for half in keys_gmem), has_few=tiles < MIN_TURNS * parts,
                 )  # fmt: skip
                 for warp in range(sm90_reach.NUM_WARPS):
                     best_smem[warp] = -jnp.inf
@@ -158,8 +170,8 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
                 first = jnp.minimum((part + turn * parts) * held, blocks - held)
                 x = tile.whole.load(logits_gmem.at[row, pl.ds(first, held)])
                 m, total = stats_of(x, tile)
-                maxima_gmem[row, pl.ds(first, held)] = m
-                sums_gmem[row, pl.ds(first, held)] = total
+                found.maxima[row, pl.ds(first, held)] = m
+                found.sums[row, pl.ds(first, held)] = total
                 ids = ids_of(tile, first_id + first * LOGIT_BLOCK, shape)
                 if is_greedy:
                     return _better(*state, x, ids)
@@ -176,35 +188,39 @@ def best_of_parts(logits, temperature, key, first_token_id, *, interpret: bool):
             best, token = value_smem[0], token_smem[0]
             for i in range(1, held):
                 best, token = _better(best, token, value_smem[i], token_smem[i])
-            value_gmem[row, part] = best
-            token_gmem[row, part] = token
+            found.values[row, part] = best
+            found.tokens[row, part] = token
 
         pl.when(t == 0.0)(lambda: choose(True))
         pl.when(t != 0.0)(lambda: choose(False))
 
-    out = [
-        jax.ShapeDtypeStruct((num_rows, parts), jnp.float32),
-        jax.ShapeDtypeStruct((num_rows, parts), jnp.int32),
-    ]
-    out += [jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)] * 2
-    return rows.run_kernel(
+    of_blocks = jax.ShapeDtypeStruct((num_rows, blocks), jnp.float32)
+    out = ScoredParts(
+        values=jax.ShapeDtypeStruct((num_rows, parts), jnp.float32),
+        tokens=jax.ShapeDtypeStruct((num_rows, parts), jnp.int32),
+        maxima=of_blocks, sums=of_blocks,
+    )  # fmt: skip
+    (found,) = rows.run_kernel(
         body,
         (
             logits.reshape(num_rows, blocks, LOGIT_BLOCK),
             temperature,
-            *key,
+            tuple(key),
             first_operand(first_token_id),
         ),
-        out=out,
+        out=[out],
         grid={"part": parts, "row": num_rows},
         name="detjax_gumbel_argmax",
         is_interpreted=interpret,
         scratch_types=[
-            plgpu.SMEM((held_greedy,), jnp.float32),
-            plgpu.SMEM((held_greedy,), jnp.int32),
-            plgpu.SMEM((sm90_reach.NUM_WARPS,), jnp.float32),
+            _PartMemory(
+                values=plgpu.SMEM((held_greedy,), jnp.float32),
+                tokens=plgpu.SMEM((held_greedy,), jnp.int32),
+                best=plgpu.SMEM((sm90_reach.NUM_WARPS,), jnp.float32),
+            )
         ],
     )
+    return found
 
 
 MERGE_SCRATCH = [
@@ -287,8 +303,8 @@ def stats_and_choice(
 
     Numerics:
         The bits of `block_stats` and of the first maximum of `gumbel_scores`: the same functions on
-        the same layout. Comparisons are exact. A NaN is never the best: NaN logits end a run
-        elsewhere.
+        the same layout. Comparisons are exact. A NaN is never the best: the engine ends a run
+        with NaN logits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if vocab_block != LOGIT_BLOCK:

@@ -9,7 +9,12 @@ from jax import lax
 
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, ROW_SCRATCH, row_log_sum_exp
-from detjax.pallas_kernels.sampling.sm90_choice import MERGE_SCRATCH, best_of_parts, merge_row
+from detjax.pallas_kernels.sampling.sm90_choice import (
+    MERGE_SCRATCH,
+    ScoredParts,
+    best_of_parts,
+    merge_row,
+)
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_block", "interpret"))
@@ -31,14 +36,12 @@ def choose_token(
     parts = best_of_parts(logits, temperature, key, 0, interpret=interpret)
     num_rows, width = logits.shape
 
-    def body(values_gmem, tokens_gmem, maxima_gmem, sums_gmem, logits_gmem, *refs):
-        chosen_gmem, lse_gmem, *smem = refs
-        of_merge, of_sum = smem[: len(MERGE_SCRATCH)], smem[len(MERGE_SCRATCH) :]
+    def body(parts: ScoredParts, logits_gmem, chosen_gmem, lse_gmem, of_merge, of_sum):
         row = lax.axis_index("row")
-        _, token = merge_row(values_gmem.at[row], tokens_gmem.at[row], of_merge, interpret)
+        _, token = merge_row(parts.values.at[row], parts.tokens.at[row], of_merge, interpret)
         # No token is chosen of a row of NaN.
         logit = logits_gmem[row, jnp.minimum(token, width - 1)]
-        lse = row_log_sum_exp(maxima_gmem.at[row], sums_gmem.at[row], of_sum, interpret)
+        lse = row_log_sum_exp(parts.maxima.at[row], parts.sums.at[row], of_sum, interpret)
         chosen_gmem[row, 0], lse_gmem[row] = token, lse
         chosen_gmem[row, 1] = lax.bitcast_convert_type(logit - lse, jnp.int32)
 
@@ -46,7 +49,7 @@ def choose_token(
     # (`serving.launch_operands.pack_choice`): XLA then needs no launch to join them.
     chosen, lse = rows.run_kernel(
         body,
-        (*parts, logits),
+        (parts, logits),
         out=[
             jax.ShapeDtypeStruct((num_rows, 2), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
@@ -54,6 +57,6 @@ def choose_token(
         grid={"row": num_rows},
         name="detjax_choose_token",
         is_interpreted=interpret,
-        scratch_types=[*MERGE_SCRATCH, *ROW_SCRATCH],
+        scratch_types=[MERGE_SCRATCH, ROW_SCRATCH],
     )
     return chosen[:, 0], lax.bitcast_convert_type(chosen[:, 1], jnp.float32), lse

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What turns the heads of queries and keys."""
+
+from typing import NamedTuple
+
+from detjax.array_types import Activation, Array, Float32, Int32
+
+
+class Rotation(NamedTuple):
+    """Angles of some tokens, and the gains of the norms before they are applied.
+
+    Attributes:
+        cos: Rows of the host's table, one a token.
+        sin: Likewise.
+        gains: Of the norms of queries and of keys, in the dtype of the heads; None for models
+            without these norms.
+    """
+
+    cos: Float32[Array, "M half"]
+    sin: Float32[Array, "M half"]
+    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None = None
+
+
+def check_tokens(
+    qkv: Activation[Array, "M J C"],
+    cos: Float32[Array, "M half"],
+    sin: Float32[Array, "M half"],
+    gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
+    pages: Activation[Array, "L N 2 K P C"],
+    page_table: Int32[Array, "B n"],
+    positions: Int32[Array, "B T"],
+) -> None:
+    """Refuse heads of other tokens than those of the rotation and of the place in the cache."""
+    if not qkv.shape[0] == cos.shape[0] == sin.shape[0] == positions.size:
+        raise ValueError(
+            f"{qkv.shape=}, {cos.shape=} and {sin.shape=} must have a row for each of "
+            f"{positions.shape=}"
+        )
+    if page_table.shape[0] != positions.shape[0]:
+        raise ValueError(f"{page_table.shape=} must have a row for each of {positions.shape=}")
