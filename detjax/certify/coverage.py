@@ -13,7 +13,6 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -91,9 +90,6 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
         ),
     },
     "gemma3_text": _SM90_GEMMA_REFUSED,
-    "gpt_oss": {
-        (dtype, Backend.REFERENCE): KERNELS[Backend.REFERENCE].withheld_sinks for dtype in DTYPES
-    },
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 

@@ -47,8 +47,6 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    if config.has_sinks and KERNELS[backend].withheld_sinks:
-        return KERNELS[backend].withheld_sinks
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

@@ -57,7 +57,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-withheld_sinks = withheld_w8a8_experts = withheld_w8a8_scales = withheld_head_ranks = ""
+withheld_w8a8_experts = withheld_w8a8_scales = withheld_head_ranks = ""
 
 
 def why_not_here() -> str | None:

@@ -58,10 +58,6 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_sinks = (
-    "the reference backend withholds models with attention sinks: none of their whole answers has "
-    "been compared with a GPU's; use portable"
-)  # its operations are those of the definition: tests/pallas_kernels/test_reference.py
 withheld_head_ranks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
 withheld_w8a8_scales = ""

@@ -1,11 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hashes of what the headers of the reference kernels compute, without XLA: the same on every machine.
 // The tables of ex2, rcp and rsqrt are polynomials here, as only the arithmetic around them is probed.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
+#include <cstring>
+#include <utility>
 #include <vector>
 
+#ifdef DETJAX_EVERY_WIDTH  // of vectors, by whatever instructions there are
+#undef __x86_64__
+#endif
 #include "float32.h"
 #include "tensor_core.h"
+#ifdef DETJAX_EVERY_WIDTH
+#define DETJAX_LANES 8
+#include "lanes.h"
+#define DETJAX_LANES 16
+#include "lanes.h"
+#endif
 
 namespace {
 
@@ -32,6 +47,14 @@ struct Hash {
   }
 };
 
+detjax::Processor processor_for(int lanes) {
+#ifdef DETJAX_EVERY_WIDTH
+  if (lanes == 8) return {8, detjax::lanes8::run_tile};
+  if (lanes == 16) return {16, detjax::lanes16::run_tile};
+#endif
+  return detjax::processor_of(lanes);
+}
+
 // 16 rows of 512 by the vectors of this machine, and by the definition on integers.
 int compare_products(uint32_t spread, int lanes, Hash& hash) {
   using namespace detjax;
@@ -43,12 +66,18 @@ int compare_products(uint32_t spread, int lanes, Hash& hash) {
   Rows held;
   held.resize(rows, k_len);
   for (int m = 0; m < rows; ++m) held.set(m, &x[m * k_len]);
-  Processor by = processor_of(lanes);
+  Processor by = processor_for(lanes);
   int different = 0;
   std::vector<float> found(rows * outputs);
   for (int n = 0; n < outputs; n += by.lanes) {
     std::vector<float> sums(rows * by.lanes, 0.0f);
-    by.run({&held, 0, rows, {&w[n * k_len], k_len, by.lanes, true}, 0, k_len, 0, sums.data()});
+    const Weights own_weights{&w[n * k_len], k_len, by.lanes, true};
+    by.run({&held, 0, rows, own_weights, 0, k_len, 0, sums.data()});
+    for (int m = 0; m < rows; ++m) {  // a row alone is added while its weights are read
+      std::vector<float> alone(by.lanes, 0.0f);
+      by.run({&held, m, 1, own_weights, 0, k_len, 0, alone.data()});
+      different += std::memcmp(alone.data(), &sums[m * by.lanes], 4 * by.lanes) != 0;
+    }
     for (int m = 0; m < rows; ++m)
       for (int o = 0; o < by.lanes; ++o) {
         float total = 0.0f, own[kStep];

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference kernels: the C++ against the definition in NumPy, and the claims of the backend."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import numpy as np
 import pytest
 
 from detjax.certify.operands import PRODUCT_KINDS, draw_operands
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.abstract import why_unsupported
+from detjax.models.hf_config import load_config
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.attention.api import attention
@@ -83,13 +88,29 @@ def test_products_have_the_bits_of_the_definition(kind, lanes, lanes_of_the_mach
     """37,000 steps of 16 products a case: 1,000,000 in all."""
     if reference_library.library().detjax_choose_lanes(lanes) != lanes:
         pytest.skip(f"this processor has no vectors of {lanes} float32")
-    for shape in ((49, 240, 50), (7, 48, 21)):  # no multiple of a vector
+    for shape in ((49, 240, 50), (7, 48, 21), (1, 304, 50)):  # no multiple of a vector
         x, w = draw_operands(kind, *shape)
         assert_bitwise_equal(
             multiply(x, w),
             canonical(tensor_core.product(x, w)),
             claim=f"{kind} products of vectors of {lanes} have the bits of the definition",
         )
+
+
+def test_rows_that_repeat_have_the_bits_of_each_alone():
+    """Padding is one row many times, which is multiplied once."""
+    x, w = draw_operands("normal", 5, 64, 24)
+    rows = np.asarray([0, 0, 1, 3, 3, 3, 2, 4, 0, 0])
+    assert count_different_bits(multiply(x[:1], w), multiply(x[1:2], w)) > 0
+    alone = np.concatenate([multiply(x[i : i + 1], w) for i in range(5)])
+    assert_bitwise_equal(
+        multiply(x[rows], w), alone[rows], claim="a row that repeats has its own product"
+    )
+    gates = jnp.asarray(x.astype(np.float32))
+    each = np.concatenate([np.asarray(swiglu(gates[i : i + 1], **ON)) for i in range(5)])
+    assert_bitwise_equal(
+        np.asarray(swiglu(gates[rows], **ON)), each[rows], claim="and so has its SwiGLU"
+    )
 
 
 def test_the_definition_on_a_step_that_is_known():
@@ -527,6 +548,13 @@ ANSWERED = quick_and_slow(
         ("w8a8 fp8-block", 8),
         ("family seed_oss", 8),
         ("family smollm3", 8),
+        ("family exaone4", 8),
+        ("family gemma3", 8),
+        ("family glm4", 8),
+        ("family granite", 8),
+        ("family olmo2", 8),
+        ("family olmo3", 8),
+        ("family phi4_longrope", 8),
     ],
 )
 
@@ -540,6 +568,33 @@ def test_whole_answers_have_the_bits_of_a_gpu(name, count):
     got = cases[name].answers(Backend.REFERENCE, count, batch_size=2, prefill_chunk=128)
     expected = [GOLDEN["answers"][f"{name} {i}"] for i in range(count)]
     assert [answer.digest()[:16] for answer in got] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+def test_whole_answers_with_sinks_have_the_bits_of_a_gpu():
+    """Of gpt-oss's form: sinks, windows, experts with biases. The number is an H200's.
+
+    It is the CRC-32 of all log-probabilities, of 8 tokens of each request.
+    """
+    config = load_config(GOLDEN_FOLDER / "hf" / "gpt_oss")
+    experts = dataclasses.replace(config.experts, width=192)
+    config = dataclasses.replace(
+        config, head_dim=64, hidden_size=576, num_heads=16, num_kv_heads=2, experts=experts,
+        eos_token_ids=(),
+    )  # fmt: skip
+    rng = np.random.default_rng(7)
+    asked = [
+        Request(
+            prompt_token_ids=tuple(rng.integers(0, 320, length).tolist()),
+            sampling=SamplingParams(max_tokens=8, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 127, 1, 130, 64, 33, 200, 23))
+    ]
+    sizes = {"batch_size": 3, "prefill_chunk": 128, "max_len": 256}
+    got = answers(dummy_model(config, backend=Backend.REFERENCE), asked, **sizes)
+    bits = b"".join(np.asarray(answer.logprobs, np.float32).tobytes() for answer in got)
+    assert zlib.crc32(bits) == 2744263095
 
 
 # ------------------------------------------------------------------------------------ the backend
@@ -619,6 +674,7 @@ PROBE = Path(__file__).parent / "reference_probe.cc"
 COMPILED = {
     "c++": (["c++", "-march=native"], []),
     "c++ without AVX": (["c++"], []),
+    "c++, 16 lanes without AVX-512": (["c++", "-march=native", "-DDETJAX_EVERY_WIDTH"], []),
     "clang": (["clang++-16", "-march=native"], []),
     "AArch64, emulated": (["aarch64-linux-gnu-g++", "-static"], ["qemu-aarch64-static"]),
 }

@@ -90,6 +90,43 @@ void parallel(ffi::ThreadPool& pool, int64_t count, const Job& job) {
            {&job, [](const void* it, int64_t i) { (*static_cast<const Job*>(it))(i); }});
 }
 
+// The same for `job(m, first, end)` on pieces of `width` elements of `count` rows.
+template <class Job>
+void parallel_pieces(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t piece,
+                     const Job& job) {
+  const int64_t pieces = (width + piece - 1) / piece;
+  parallel(pool, count * pieces, [&](int64_t i) {
+    const int64_t first = i % pieces * piece;
+    job(i / pieces, first, std::min(width, first + piece));
+  });
+}
+
+// Rows of x [M, ...] that are not those before them. The padding of a step is one row many times.
+struct DistinctRows {
+  std::vector<int32_t> rows;   // of x
+  std::vector<int32_t> place;  // [M], of the equal one in `rows`
+
+  explicit DistinctRows(const In& x) {
+    const int64_t count = dim(x, 0);
+    const size_t bytes = count ? x.size_bytes() / count : 0;
+    const char* row = data<char>(x);
+    for (int64_t m = 0; m < count; ++m, row += bytes) {
+      if (!m || std::memcmp(row - bytes, row, bytes)) rows.push_back(int32_t(m));
+      place.push_back(int32_t(rows.size()) - 1);
+    }
+  }
+  int64_t count() const { return int64_t(rows.size()); }
+
+  // Give each row of `out` what has been computed for the equal one.
+  void copy(Out& out) const {
+    const size_t bytes = place.empty() ? 0 : out->size_bytes() / place.size();
+    char* row = data<char>(out);
+    for (size_t m = 0; m < place.size(); ++m)
+      if (rows[place[m]] != int32_t(m))
+        std::memcpy(row + m * bytes, row + rows[place[m]] * bytes, bytes);
+  }
+};
+
 // Pairs, pairs of pairs, ...; an odd one out waits for the next round.
 float pairwise(float* terms, int64_t count) {
   while (count > 1) {

@@ -3,7 +3,10 @@
 //
 // Arrays are row-major. Shapes and dtypes have been checked by the callers in Python. Letters are
 // those of detjax/array_types.py.
+#include <sys/mman.h>
+
 #include <limits>
+#include <new>
 
 #include "calls.h"
 #include "eight_bits.h"
@@ -15,30 +18,41 @@ namespace {
 
 // ------------------------------------------------------------------------------------- products
 
+constexpr int64_t kJobsOfThread = 16;  // of a product: more are shared more evenly
+
 // out[m, n] = tree(sum of leaf l of x[m] w[n]), x [M, K], w [N, K], both bfloat16.
 ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) {
-  const int64_t m_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 0);
+  const int64_t k_len = dim(x, 1), n_len = dim(w, 0), num_leaves = k_len / leaf_len;
   const int width = processor.lanes;
-  const int64_t num_leaves = k_len / leaf_len;
+  const DistinctRows distinct(x);
+  const int64_t m_len = distinct.count();
   Rows rows;
   rows.resize(m_len, k_len);
-  parallel(pool, m_len, [&](int64_t m) { rows.set(m, data<uint16_t>(x) + m * k_len); });
-  parallel(pool, (n_len + width - 1) / width, [&](int64_t tile) {
-    std::vector<float> leaves(num_leaves * m_len * width, 0.0f), terms(num_leaves);
-    int64_t n = tile * width;
-    int outputs = std::min<int64_t>(width, n_len - n);
-    Weights weights{data<uint16_t>(w) + n * k_len, k_len, outputs, true};
-    for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
-      int first = leaf * leaf_len;
-      processor.run({&rows, 0, int(m_len), weights, first, int(leaf_len), first,
-                     &leaves[leaf * m_len * width]});
-    }
-    for (int64_t m = 0; m < m_len; ++m)
-      for (int o = 0; o < outputs; ++o) {
-        for (int64_t leaf = 0; leaf < num_leaves; ++leaf)
-          terms[leaf] = leaves[(leaf * m_len + m) * width + o];
-        data<float>(out)[m * n_len + n + o] = pairwise(terms.data(), num_leaves);
+  parallel(pool, m_len,
+           [&](int64_t m) { rows.set(m, data<uint16_t>(x) + distinct.rows[m] * k_len); });
+  // WHY: a thread goes on to the tile that lies behind, which it has asked into the cache.
+  const int64_t tiles = (n_len + width - 1) / width, most = pool.num_threads() * kJobsOfThread;
+  const int64_t piece = width * std::max<int64_t>(1, tiles / most);
+  parallel_pieces(pool, 1, n_len, piece, [&](int64_t, int64_t begin, int64_t end) {
+    std::vector<float> leaves(num_leaves * m_len * width), terms(num_leaves), sums(m_len * width);
+    for (int64_t n = begin; n < end; n += width) {
+      const int outputs = std::min<int64_t>(width, end - n);
+      const Weights weights{data<uint16_t>(w) + n * k_len, k_len, outputs, true};
+      std::fill(leaves.begin(), leaves.end(), 0.0f);
+      for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
+        int first = leaf * leaf_len;
+        processor.run({&rows, 0, int(m_len), weights, first, int(leaf_len), first,
+                       &leaves[leaf * m_len * width]});
       }
+      for (int64_t i = 0; i < m_len * width; ++i) {
+        for (int64_t leaf = 0; leaf < num_leaves; ++leaf)
+          terms[leaf] = leaves[leaf * m_len * width + i];
+        sums[i] = pairwise(terms.data(), num_leaves);
+      }
+      for (size_t m = 0; m < distinct.place.size(); ++m)
+        std::memcpy(data<float>(out) + m * n_len + n, &sums[distinct.place[m] * width],
+                    4 * outputs);
+    }
   });
   return ffi::Error::Success();
 }
@@ -164,13 +178,17 @@ ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
   return ffi::Error::Success();
 }
 
+constexpr int64_t kPiece = 512;  // elements of a row that a thread takes at once
+
 // out[m, f] = round(g / (1 + exp(-(alpha * g))) * (u + shift)), gates and ups [M, 2 F], gates at most
 // `limit` and ups between its negative and it. Without a clamp alpha is 1, shift 0, limit infinite.
 ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out, float alpha, float limit, float shift) {
   const int64_t width = dim(gate_up, 1) / 2;
   const bool is_clamped = limit < kInfinity;
-  parallel(pool, dim(gate_up, 0), [&](int64_t m) {
-    for (int64_t f = 0; f < width; ++f) {
+  const DistinctRows distinct(gate_up);
+  parallel_pieces(pool, distinct.count(), width, kPiece, [&](int64_t row, int64_t first, int64_t end) {
+    const int64_t m = distinct.rows[row];
+    for (int64_t f = first; f < end; ++f) {
       int64_t at = m * 2 * width + f;
       float g = read(gate_up, at), u = read(gate_up, at + width), exponent = g;
       if (is_clamped) {
@@ -180,20 +198,24 @@ ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out, float alpha, float 
       write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
     }
   });
+  distinct.copy(out);
   return ffi::Error::Success();
 }
 
 // out[m, f] = round(g / (1 + exp(-g * (g * g * cubic + linear))) * u), gates and ups [M, 2 F].
 ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float cubic) {
   const int64_t width = dim(gate_up, 1) / 2;
-  parallel(pool, dim(gate_up, 0), [&](int64_t m) {
-    for (int64_t f = 0; f < width; ++f) {
+  const DistinctRows distinct(gate_up);
+  parallel_pieces(pool, distinct.count(), width, kPiece, [&](int64_t row, int64_t first, int64_t end) {
+    const int64_t m = distinct.rows[row];
+    for (int64_t f = first; f < end; ++f) {
       int64_t at = m * 2 * width + f;
       float g = read(gate_up, at), u = read(gate_up, at + width);
       float exponent = g * ((g * g) * cubic + linear);
       write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
     }
   });
+  distinct.copy(out);
   return ffi::Error::Success();
 }
 
@@ -541,10 +563,12 @@ float block_sum(const float* x) {
   return pairwise(lanes, 32);
 }
 
+constexpr int64_t kVocabPiece = 4096;  // logits of a row that a thread takes at once
+
 ffi::Error block_stats(ffi::ThreadPool pool, In logits, Out maxima, Out sums) {
-  const int64_t blocks = dim(logits, 1) / kBlock;
-  parallel(pool, dim(logits, 0), [&](int64_t m) {
-    for (int64_t b = m * blocks; b < (m + 1) * blocks; ++b) {
+  const int64_t blocks = dim(logits, 1) / kBlock, piece = kVocabPiece / kBlock;
+  parallel_pieces(pool, dim(logits, 0), blocks, piece, [&](int64_t m, int64_t first, int64_t end) {
+    for (int64_t b = m * blocks + first; b < m * blocks + end; ++b) {
       const float* x = data<float>(logits) + b * kBlock;
       float largest = -kInfinity, weights[kBlock];
       for (int i = 0; i < kBlock; ++i) largest = max_nan(largest, x[i]);
@@ -604,11 +628,11 @@ float noise_of(uint32_t bits) {
 
 ffi::Error gumbel_scores(ffi::ThreadPool pool, In logits, In temperature, In key0, In key1, In first,
                          Out out) {
-  const int64_t width = dim(logits, 1);
-  parallel(pool, dim(logits, 0), [&](int64_t m) {
+  const int64_t rows = dim(logits, 0), width = dim(logits, 1);
+  parallel_pieces(pool, rows, width, kVocabPiece, [&](int64_t m, int64_t begin, int64_t end) {
     float t = data<float>(temperature)[m];
     uint32_t k0 = data<uint32_t>(key0)[m], k1 = data<uint32_t>(key1)[m];
-    for (int64_t v = 0; v < width; ++v) {
+    for (int64_t v = begin; v < end; ++v) {
       float x = data<float>(logits)[m * width + v];
       uint32_t id = uint32_t(data<int32_t>(first)[0]) + uint32_t(v);
       data<float>(out)[m * width + v] = t == 0.0f ? x : x / t + noise_of(threefry(k0, k1, id));
@@ -696,6 +720,16 @@ ffi::Error adjust_logits(ffi::ThreadPool pool, In logits, In bias, In uses, In a
   return ffi::Error::Success();
 }
 
+// Memory of large pages, where the system has them: inputs of a table are anywhere in it.
+uint32_t* new_table(size_t count) {
+  const auto page = std::align_val_t(size_t(1) << 21);
+  void* held = ::operator new(count * sizeof(uint32_t), page);
+#ifdef MADV_HUGEPAGE
+  madvise(held, count * sizeof(uint32_t), MADV_HUGEPAGE);
+#endif
+  return static_cast<uint32_t*>(held);
+}
+
 }  // namespace
 
 #define DETJAX_POOL ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
@@ -747,14 +781,16 @@ extern "C" {
 
 // Fill the tables, [2^23], [2^23] and [2^24] entries from 1.0 on, by the steps between neighbours.
 void detjax_set_tables(const int8_t* ex2, const int8_t* rcp, const int8_t* rsqrt) {
-  static std::vector<uint32_t> held[3];
+  if (detjax::tables.ex2) return;
   const int8_t* steps[] = {ex2, rcp, rsqrt};
+  uint32_t* held[3];
   for (int i = 0; i < 3; ++i) {
-    held[i].resize((i == 2 ? 2 : 1) * detjax::kOctave);
+    const size_t count = (i == 2 ? 2 : 1) * detjax::kOctave;
+    held[i] = detjax::new_table(count);
     uint32_t entry = 0x3f800000u;
-    for (size_t j = 0; j < held[i].size(); ++j) held[i][j] = entry += uint32_t(int32_t(steps[i][j]));
+    for (size_t j = 0; j < count; ++j) held[i][j] = entry += uint32_t(int32_t(steps[i][j]));
   }
-  detjax::tables = {held[0].data(), held[1].data(), held[2].data()};
+  detjax::tables = {held[0], held[1], held[2]};
 }
 
 // Use vectors of at most so many float32, for tests; returns how many are used.

@@ -17,6 +17,7 @@
 namespace detjax {
 
 constexpr int kStep = 16;           // products of a step
+constexpr int kStepPairs = kStep / 2;
 constexpr int kFraction = 25;       // fraction bits that are kept below the largest exponent
 constexpr int kChunk = 256;         // of K, whose weights are unpacked at once
 constexpr uint32_t kExponent = 0x7f800000u;
@@ -79,25 +80,29 @@ inline float exact_step(float accumulator, const float* x, const float* w, int s
 struct Rows {
   int count = 0, k_len = 0;
   std::vector<float> values;        // [M, K]
-  std::vector<int32_t> exponents;   // [M, K]: bits of the exponent, less that of 1.0
+  std::vector<int32_t> exponents;   // [M, K / 2], of pairs: bits of bfloat16, less those of 1.0
   std::vector<uint8_t> steps_zero;  // [M, K / 16]: nothing is added
   std::vector<uint8_t> is_large;    // [M]
 
   void resize(int rows, int width) {
     count = rows, k_len = width;
-    values.resize(size_t(rows) * width), exponents.resize(size_t(rows) * width);
+    values.resize(size_t(rows) * width), exponents.resize(size_t(rows) * width / 2);
     steps_zero.resize(size_t(rows) * (width / kStep)), is_large.resize(rows);
   }
 
   void set(int row, const uint16_t* bf16) {
     float* v = &values[size_t(row) * k_len];
-    int32_t* e = &exponents[size_t(row) * k_len];
+    int32_t* e = &exponents[size_t(row) * k_len / 2];
     uint16_t largest = 0;
     for (int k = 0; k < k_len; ++k) {
       uint32_t u = uint32_t(bf16[k]) << 16;
       largest = std::max(largest, uint16_t(bf16[k] & 0x7fff));
       v[k] = float_of(u);
-      e[k] = int32_t(u & kExponent) - (127 << 23);
+    }
+    for (int p = 0; p < k_len / 2; ++p) {
+      uint16_t first = (bf16[2 * p] & 0x7f80) - (127 << 7);
+      uint16_t second = (bf16[2 * p + 1] & 0x7f80) - (127 << 7);
+      e[p] = int32_t(first | uint32_t(second) << 16);
     }
     is_large[row] = largest >= kLargeBf16;
     for (int s = 0; s < k_len / kStep; ++s) {
