@@ -94,6 +94,12 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gpt_oss": {
         (dtype, Backend.REFERENCE): KERNELS[Backend.REFERENCE].withheld_sinks for dtype in DTYPES
     },
+    "qwen3_5_text": {
+        (dtype, backend): KERNELS[backend].withheld_linear_attention
+        for dtype in DTYPES
+        for backend in Backend
+        if KERNELS[backend].withheld_linear_attention
+    },
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 

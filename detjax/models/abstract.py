@@ -49,6 +49,8 @@ def why_unsupported(
         return None
     if config.has_sinks and KERNELS[backend].withheld_sinks:
         return KERNELS[backend].withheld_sinks
+    if config.linear_attention is not None and KERNELS[backend].withheld_linear_attention:
+        return KERNELS[backend].withheld_linear_attention
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

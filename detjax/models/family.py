@@ -91,6 +91,10 @@ class Family:
         fused: Projections that a checkpoint stores as one, by its name, less ".weight".
         has_sinks: Whether each query head has a score that takes part in its softmax.
         stacks_experts: Whether a layer's experts are one tensor, gates and ups in turn.
+        has_linear_attention: Whether `layer_types`, or all but each `full_attention_interval`-th,
+            are layers of linear attention.
+        has_output_gate: Whether `q_proj` holds a gate behind the queries of each head.
+        rope_inert: Keys of rotary parameters that cannot change a logit of a text.
     """
 
     name: str
@@ -116,3 +120,6 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_sinks: bool = False
     stacks_experts: bool = False
+    has_linear_attention: bool = False
+    has_output_gate: bool = False
+    rope_inert: frozenset[str] = frozenset()

@@ -29,6 +29,8 @@ from detjax.models.layers import (
     see_tokens,
     wanted_rows,
 )
+from detjax.models.linear_attention import linear_attend
+from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.params import MATRICES
 from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
@@ -63,11 +65,15 @@ class FastOps:
         return self._normalised(embed_tokens(self.ctx, table, ids), gain)
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
-        """Write keys and values, then attend over the cache."""
-        cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
-        cache, heads = attention_layer(
-            self.ctx, weights, stream.x, cos, sin, cache, self.tokens, layer_idx
-        )
+        """Write keys and values, then attend over the cache; or read states of linear attention."""
+        if "linear_in" in weights:
+            # WHY: the portable kernel is the one algorithm that there is; its rows are XLA's.
+            projected = product(stream.x, weights["linear_in"], stream.x.dtype)
+            cache, heads = linear_attend(
+                self.ctx, weights, projected, cache, self.tokens, layer_idx
+            )
+        else:
+            cache, heads = self._attend(layer_idx, weights, stream, cache)
         if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
             return cache, heads, stream
         heads, residual = (
@@ -75,6 +81,16 @@ class FastOps:
             for rows in (heads, stream.residual)
         )
         return cache, heads, Stream(residual, None)
+
+    def _attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
+        kv, heads = attention_layer(
+            self.ctx, weights, stream.x, cos, sin, kv_of(cache), self.tokens, layer_idx
+        )
+        if "attn_gate" in weights:
+            gate = product(stream.x, weights["attn_gate"], jnp.float32)
+            heads = (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
+        return with_kv(cache, kv), heads
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
@@ -106,11 +122,11 @@ def forward_fast(
     ctx: ForwardContext,
     params: dict,
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: CachePages,
     tokens: Tokens,
     *,
     wanted: Int32[Array, " B"] | None = None,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
+) -> tuple[CachePages, Activation[Array, "B T D"]]:
     """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
 
     Args:
@@ -357,10 +373,11 @@ def attention_layer(
     gains = (weights["q_norm"], weights["k_norm"]) if config.qk_norm else None
     window = config.sliding_windows[layer]
     place = (pages, tokens.page_table, tokens.positions)
+    own = config.cache_index(layer)
     if KERNELS[ctx.backend].attention_beats_xla and config.attention_softcap is None:
         out, pages = rope_attention(
             qkv, cos, sin, gains, *place,
-            layer=layer, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
+            layer=own, window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
             sinks=weights.get("sinks"),
         )  # fmt: skip
         return pages, out.reshape(x.shape[0], -1)
@@ -368,10 +385,10 @@ def attention_layer(
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
     q, k = _rope(q, cos, sin), _rope(k, cos, sin)
-    pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, layer)
+    pages = write_pages(pages, k, v, tokens.page_table, tokens.positions, own)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(
-        q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap,
+        q, pages[own], tokens.page_table, tokens.positions, window, config.attention_softcap,
         weights.get("sinks"),
     )  # fmt: skip
     return pages, out.reshape(x.shape[0], -1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from detjax.models.config import ExpertConfig, ModelConfig
 from detjax.models.family import BiasRule, Family
-from detjax.models.hf_layers import layer_ropes, sliding_windows
+from detjax.models.hf_layers import layer_ropes, linear_attention, sliding_windows
 from detjax.models.hf_rope import scaled_context
 from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
@@ -171,7 +171,8 @@ def _model_config(
     if len(bos_ids := _token_ids(full, "bos_token_id", vocab_size)) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
     head_dim = _head_dim(full, hidden_size=hidden_size, num_heads=num_heads)
-    windows = sliding_windows(full, family.windows)
+    linear = linear_attention(full, family)
+    windows = (None,) * len(linear.layers) if linear else sliding_windows(full, family.windows)
     ropes, rope_of_layer = layer_ropes(
         values, family, windows=windows, head_dim=head_dim, max_len=max_position
     )
@@ -208,6 +209,8 @@ def _model_config(
         has_sinks=family.has_sinks,
         attention_softcap=_softcap(full, "attn_logit_softcapping"),
         logits_softcap=_softcap(full, "final_logit_softcapping"),
+        linear_attention=linear,
+        has_output_gate=family.has_output_gate,
     )
 
 

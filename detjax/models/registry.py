@@ -430,6 +430,46 @@ FAMILIES: tuple[Family, ...] = (
         checked=_GEMMA_CHECKED,
         inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
     ),
+    # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
+    Family(
+        name="qwen3_5_text",
+        architectures=("Qwen3_5ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 248320,
+            "intermediate_size": 12288,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        qk_norm=True,
+        gain_offset=1.0,
+        partial_rotary=0.25,
+        has_linear_attention=True,
+        has_output_gate=True,
+        fused={
+            f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
+            for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
+        },
+        checked={
+            "attention_bias": (False,),
+            "attn_output_gate": (True,),
+            "mamba_ssm_dtype": ("float32",),
+            "mlp_only_layers": ([], None),
+        },
+        # Of layers that predict further tokens, which nobody reads here.
+        inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+        rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+    ),
     # gpt-oss: sinks, windows in every other layer, and mixtures of experts with biases and a clamp.
     Family(
         name="gpt_oss",

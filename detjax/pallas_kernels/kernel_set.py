@@ -30,7 +30,8 @@ class KernelSet(Protocol):
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
         withheld_sinks: Why models with attention sinks are refused although its kernels are traced
-            with them; empty if they are not. The next three are likewise.
+            with them; empty if they are not. The next four are likewise.
+        withheld_linear_attention: Of models with layers of linear attention.
         withheld_w8a8_experts: Of mixtures of experts whose weights and activations have 8 bits.
         withheld_w8a8_scales: Of 8-bit activations whose scales are not each row's own.
         withheld_head_ranks: Of EAGLE-3 heads where ranks share the model's layers.
@@ -42,6 +43,7 @@ class KernelSet(Protocol):
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
     withheld_sinks: str
+    withheld_linear_attention: str
     withheld_w8a8_experts: str
     withheld_w8a8_scales: str
     withheld_head_ranks: str
@@ -192,6 +194,20 @@ class KernelSet(Protocol):
 
     def geglu(self, gate_up) -> jax.Array:
         """See `geglu.api.geglu`."""
+        ...
+
+    def sigmoid_gate(self, heads, gate) -> jax.Array:
+        """See `output_gate.api.sigmoid_gate`."""
+        ...
+
+    def delta_rule(
+        self, rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `delta_rule.api.delta_rule`."""
+        ...
+
+    def gated_rms_norm(self, x, z, gain, *, eps: float) -> jax.Array:
+        """See `delta_rule.api.gated_rms_norm`."""
         ...
 
     def softcap(self, logits, *, cap: float) -> jax.Array:
