@@ -32,7 +32,7 @@ says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 | `V` | vocabulary |
 | `W` | tokens that a convolution reads |
 | `X`, `Y` | any axis, of that function alone |
-| `Z` | blocks of the vocabulary |
+| `Z` | blocks of the vocabulary, or of the tokens of a page |
 """
 
 from typing import TYPE_CHECKING

@@ -722,7 +722,7 @@ CASES = (
         model_type="qwen3_5_text",
         seed=201301,
         config=QWEN3_5_CONFIG,
-        control=Control(what="dt_bias dropped", fill={"dt_bias": 0.0}),
+        control=Control(what="states that do not fade", fill={"A_log": -20.0}),
     ),
     Case(
         name="gpt_oss_bfloat16",

@@ -176,12 +176,17 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
         matrix was. Its specs are `quantised_specs`.
 
     Raises:
-        ValueError: If `dtype` is another, or the model has mixtures of experts.
+        ValueError: If `dtype` is another, or the model has mixtures of experts or linear attention.
     """
     if any("router" in layer for layer in params["layers"]):
         raise ValueError(
             "8-bit drafts of a mixture of experts are not supported: ragged products take no "
             "8-bit weights; use draft_weights='full'"
+        )
+    if any("linear_in" in layer for layer in params["layers"]):
+        raise ValueError(
+            "8-bit drafts of a model with linear attention are not supported: its projections "
+            "would stay wide; use draft_weights='full'"
         )
     name = jnp.dtype(dtype).name
     if name not in LARGEST:

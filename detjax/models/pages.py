@@ -20,7 +20,7 @@ class HybridPages:
     Attributes:
         kv: [L, N, 2, K, P, C]: keys and values of the layers with attention.
         rows: [L, N, 1, K, P, X]: what the others keep of each token, K heads of keys.
-        states: float32 [L, N, Z, H, Y, C]: the state behind each of Z blocks, H heads of values.
+        states: float32 [L, N, Z, H, I, C]: the state behind each of Z blocks, H heads of values.
     """
 
     kv: Any

@@ -78,6 +78,7 @@ class ParamRole(enum.Enum):
     GAIN = "gain"
     BIAS = "bias"
     EXPERT = "expert"  # of a mixture of experts: its router, or matrices, one an expert
+    PROJECTION = "projection"  # a matrix that layers of hybrids alone have; is never narrowed
     FILTER = "filter"  # of a convolution: numbers a channel
 
 
@@ -138,7 +139,7 @@ def _one(name: str, hf_name: str, axes: str) -> tuple[Tensor, ...]:
     return (Tensor(name, hf_name, axes),)
 
 
-TABLE, MATRIX, GAIN, BIAS, EXPERT, FILTER = ParamRole
+TABLE, MATRIX, GAIN, BIAS, EXPERT, PROJECTION, FILTER = ParamRole
 ROWS, COLUMNS, WHOLE = Split
 
 EXPERT_NDIM = 3
@@ -273,18 +274,18 @@ LAYER = (
     Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _normalises_heads),
     Param("q_norm_whole", GAIN, WHOLE, _Q_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
     Param("k_norm_whole", GAIN, WHOLE, _K_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
-    Param("attn_gate", MATRIX, ROWS, _ATTN_GATE, _has_output_gate),
+    Param("attn_gate", PROJECTION, ROWS, _ATTN_GATE, _has_output_gate),
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC"), _is_full),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
     Param("sinks", BIAS, ROWS, _one("sinks", "self_attn.sinks", "H"), _HAS_SINKS),
-    Param("linear_in", MATRIX, ROWS, _LINEAR_IN, _is_linear),
+    Param("linear_in", PROJECTION, ROWS, _LINEAR_IN, _is_linear),
     _linear("conv_q", FILTER, ROWS, "conv1d_q.weight", "LK 1 W"),
     _linear("conv_k", FILTER, ROWS, "conv1d_k.weight", "LK 1 W"),
     _linear("conv_v", FILTER, ROWS, "conv1d_v.weight", "LV 1 W"),
     _linear("linear_decay", BIAS, ROWS, "A_log", "LH"),
     _linear("linear_step", BIAS, ROWS, "dt_bias", "LH"),
     _linear("linear_norm", GAIN, WHOLE, "norm.weight", "LC"),
-    _linear("linear_o", MATRIX, COLUMNS, "out_proj.weight", "D LV"),
+    _linear("linear_o", PROJECTION, COLUMNS, "out_proj.weight", "D LV"),
     Param("attn_norm_after", GAIN, WHOLE, _ATTN_NORM_AFTER, _normalises_after),
     Param("mlp_norm", GAIN, WHOLE, _MLP_NORM, _normalises_before),
     Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
@@ -303,7 +304,7 @@ TENSORS_OF = {param.name: tuple(tensor.name for tensor in param.tensors) for par
 """Names of the tensors that each parameter of a layer is made of."""
 
 MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
-"""Matrices of a layer; "lm_head" is the other one."""
+"""Matrices of a layer with attention; "lm_head" is the other one."""
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

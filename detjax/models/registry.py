@@ -11,6 +11,7 @@ from detjax.models.family import (
     Family,
     RopeRule,
     WindowRule,
+    Wrapper,
 )
 
 _SHARED = {
@@ -466,7 +467,16 @@ FAMILIES: tuple[Family, ...] = (
             "mamba_ssm_dtype": ("float32",),
             "mlp_only_layers": ([], None),
         },
-        # Of layers that predict further tokens, which nobody reads here.
+        # Layers that predict further tokens, and see images: nobody reads them here.
+        spare_tensors=("mtp.", "model.visual."),
+        wrapper=Wrapper(
+            architecture="Qwen3_5ForConditionalGeneration",
+            model_type="qwen3_5",
+            section="text_config",
+            inert=frozenset({"language_model_only", "vision_config"})
+            | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
+            prefix="model.language_model.",
+        ),
         inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
         rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
     ),
@@ -531,6 +541,14 @@ def family_named(name: str) -> Family | None:
     return next((family for family in FAMILIES if family.name == name), None)
 
 
+def wrapped_family(architectures: Any) -> Family | None:
+    """The family of the text decoder of a model that has other parts, too; None for others."""
+    for family in FAMILIES:
+        if family.wrapper is not None and architectures == [family.wrapper.architecture]:
+            return family
+    return None
+
+
 def find_family(architectures: Any) -> Family:
     """The family that computes `architectures`, the list of one name in a `config.json`.
 
@@ -541,7 +559,8 @@ def find_family(architectures: Any) -> Family:
         for name in family.architectures:
             if architectures == [name]:
                 return family
+    wrappers = [f"{f.wrapper.architecture} (its text)" for f in FAMILIES if f.wrapper is not None]
     raise ValueError(
         f"architectures={architectures!r} is not supported; detjax loads one of "
-        f"{', '.join(supported_architectures())} (a list of one name in config.json)"
+        f"{', '.join([*supported_architectures(), *wrappers])} (a list of one name in config.json)"
     )

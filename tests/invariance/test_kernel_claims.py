@@ -1116,7 +1116,7 @@ def test_delta_rule_in_steps_of_one_token_is_the_whole_prompt():
 
 
 @functools.partial(jax.jit, static_argnames=("low", "high"))
-def _chunk_form(y, beta, decay, state, *, low: int, high: int) -> tuple[jax.Array, jax.Array]:
+def _chunk_form(y, beta, fading, state, *, low: int, high: int) -> tuple[jax.Array, jax.Array]:
     """Results of tokens from `low` to `high` of one head by products over the chunk.
 
     The state is that before the chunk's own first token, and the solve is of the chunk.
@@ -1124,7 +1124,7 @@ def _chunk_form(y, beta, decay, state, *, low: int, high: int) -> tuple[jax.Arra
     q, k, v = (y[low:high, at : at + C] for at in (0, C, 2 * C))
     q = q / jnp.sqrt(jnp.sum(q * q, axis=1, keepdims=True) + 1e-6) / C**0.5
     k = k / jnp.sqrt(jnp.sum(k * k, axis=1, keepdims=True) + 1e-6)
-    beta, total = beta[low:high, None], jnp.cumsum(jnp.log(decay[low:high]))
+    beta, total = beta[low:high, None], jnp.cumsum(fading[low:high])
     ratio = jnp.tril(jnp.exp(jnp.minimum(total[:, None] - total[None, :], 0)))
     system = jnp.eye(high - low) + jnp.tril(beta * (k @ k.T) * ratio, -1)
     read = v - jnp.exp(total)[:, None] * (k @ state)
@@ -1140,15 +1140,16 @@ def test_control_a_state_from_the_start_of_the_chunk_depends_on_the_chunks():
     """The same rows by products over chunks: the same function, in bits of the schedule."""
     rows, (filters, gates) = _delta_rows()[:, 0].astype(jnp.float32), _delta_operands(slice(0, 1))
     before = jnp.pad(rows[:, : 4 * C], ((3, 0), (0, 0)))
-    mixed = sum(filters[0, i].astype(jnp.float32) * before[i : i + DELTA_LEN] for i in range(4))
+    taps = filters[0].astype(jnp.float32)
+    mixed = sum(taps[i][None] * before[i : i + DELTA_LEN] for i in range(4))
     y = (mixed * jax.nn.sigmoid(mixed)).astype(jnp.bfloat16).astype(jnp.float32)
     beta = jax.nn.sigmoid(rows[:, 4 * C])
-    decay = jnp.exp(-jnp.exp(gates[0][0, 0]) * jax.nn.softplus(rows[:, 4 * C + 2] + gates[1][0, 0]))
+    fading = -jnp.exp(gates[0][0, 0]) * jax.nn.softplus(rows[:, 4 * C + 2] + gates[1][0, 0])
 
     def run(bounds):
         state, parts = jnp.zeros((C, C), jnp.float32), []
         for low, high in itertools.pairwise(bounds):
-            out, state = _chunk_form(y, beta, decay, state, low=low, high=high)
+            out, state = _chunk_form(y, beta, fading, state, low=low, high=high)
             parts.append(np.asarray(out))
         return np.concatenate(parts)
 

@@ -189,6 +189,33 @@ class ReadRows:
 AnyReading = Reading | ExpertReading
 
 
+def own_name(name: str, family: Family | None) -> str | None:
+    """A checkpoint's name of a tensor as the decoder has it; None for one of another part."""
+    if family is None:
+        return name
+    if name.startswith(family.spare_tensors):
+        return None
+    if family.wrapper is not None and name.startswith(family.wrapper.prefix):
+        return "model." + name.removeprefix(family.wrapper.prefix)
+    return name
+
+
+def _own_tensors(
+    tensors: dict[str, StoredTensor], family: Family | None
+) -> dict[str, StoredTensor]:
+    """The decoder's tensors by its names, of a checkpoint that may have other parts."""
+    own: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (plain := own_name(name, family)) is None:
+            continue
+        if plain in own:
+            raise ValueError(
+                f"{tensor.file} holds {name!r}, which is {plain!r} and there, too; keep one"
+            )
+        own[plain] = tensor
+    return own
+
+
 def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     """How each of the decoder's tensors is read that is not the checkpoint's, by its name.
 
@@ -350,6 +377,7 @@ def open_weights(
             "before it was quantised"
         )
     tensors = expand_tensors(open_tensors(folder, stack), quantization)
+    tensors = _own_tensors(tensors, family_named(config.family))
     if not plan:
         return tensors
     if HEAD_NAME in plan and HEAD_NAME in tensors:

@@ -12,7 +12,7 @@ def delta_rule(
     filters: Activation[Array, "K W Y"],
     gates: tuple[Float32[Array, "K G"], Float32[Array, "K G"]],
     row_pages: Activation[Array, "L N 1 K P X"],
-    state_pages: Float32[Array, "L N _ H _ C"],
+    state_pages: Float32[Array, "L N Z H I C"],
     page_table: Int32[Array, "B n"],
     positions: Int32[Array, "B T"],
     *,
@@ -21,7 +21,7 @@ def delta_rule(
 ) -> tuple[
     Float32[Array, "M H C"],
     Activation[Array, "L N 1 K P X"],
-    Float32[Array, "L N _ H _ C"],
+    Float32[Array, "L N Z H I C"],
 ]:
     """Put new tokens' rows in their pages, and read each from the state that they lead to.
 

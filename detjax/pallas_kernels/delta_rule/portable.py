@@ -51,11 +51,11 @@ class _Head(NamedTuple):
         (width, num_mixed), dim = self.filters.shape, self.key_dim
         group, _, value_dim = state.shape
         # ORDER: ((f0 x0 + f1 x1) + f2 x2) + f3 x3, the oldest token first.
+        rows = [self.load(position - (width - 1) + i) for i in range(width)]
         mixed = jnp.zeros((1, num_mixed), jnp.float32)
-        for i in range(width):
-            row = self.load(position - (width - 1) + i)
+        for i, row in enumerate(rows):
             mixed = mixed + self.filters[i : i + 1] * row[:, :num_mixed]
-        gates = row[:, num_mixed:].reshape(2, group)
+        gates = rows[-1][:, num_mixed:].reshape(2, group)
         mixed = round_to(mixed / (1.0 + jnp.exp(-mixed)), self.dtype)  # ROUND: once
         q, k = mixed[:, :dim], mixed[:, dim : 2 * dim]
         # ORDER: one fixed-shape sum of squares each; rsqrt, not 1/sqrt.
@@ -89,65 +89,15 @@ def _delta_rule(rows, filters, gates, row_pages, state_pages, page_table, positi
     row_pages = write_rows(row_pages, rows, page_table, positions, layer)
     batch, num_tokens = positions.shape
     num_keys, group = gates[0].shape
-    key_dim, value_dim = state_pages.shape[4:]
-    page_len, num_states = row_pages.shape[4], state_pages.shape[2]
-    block_len = page_len // num_states
-
-    def body(
-        rows_ref, filters_ref, decay_ref, step_ref, table_ref, positions_ref, layer_ref, *refs
-    ):
-        _, states_ref, out_ref = refs
-        seq, head, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
-        heads = pl.ds(head * group, group)
-        tokens = positions_ref[seq, :]
-        first, last = tokens[0], jnp.max(tokens)
-
-        def load(position):
-            place = jnp.maximum(position, 0)
-            page = table_ref[seq, place // page_len]
-            row = rows_ref[layer, page, 0, head, pl.ds(place % page_len, 1), :]
-            return jnp.where(position >= 0, row.astype(jnp.float32), 0.0)
-
-        def state_place(block):
-            """Page, and place on it, of the state behind a block."""
-            return table_ref[seq, block // num_states], block % num_states
-
-        own = _Head(
-            filters=filters_ref[head, :, :].astype(jnp.float32), load=load, key_dim=key_dim,
-            decay=decay_ref[head, :].reshape(group, 1), step=step_ref[head, :].reshape(group, 1),
-            dtype=row_pages.dtype,
-        )  # fmt: skip
-
-        def token_step(position, state):
-            state, out = own.advance(position, state)
-            # What the block had before the first new token is written over by that.
-            out_ref[seq, jnp.maximum(position - first, 0), heads, :] = out
-            return state
-
-        def block_step(block, carry):
-            page, at = state_place(jnp.maximum(block - 1, 0))
-            state = jnp.where(block > 0, states_ref[layer, page, at, heads, :, :], 0.0)
-            start = block * block_len
-            stop = jnp.minimum(start + block_len, last + 1)
-            state = lax.fori_loop(start, stop, token_step, state)
-            # Of a block that has more tokens to come nobody reads it.
-            page, at = state_place(block)
-            states_ref[layer, page, at, heads, :, :] = state
-            return carry
-
-        # A row of padding alone has first = last = -1, and no block.
-        blocks = jnp.maximum(first, 0) // block_len, last // block_len + 1
-        lax.fori_loop(*blocks, block_step, 0)
-
     operands = (
         row_pages, filters, *gates, page_table, positions, layer.reshape(1), state_pages,
     )  # fmt: skip
     # SHAPE: the bound is hidden from the compiler; the sequences run in order.
     hidden = lax.optimization_barrier(jnp.int32(batch))
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
-    out_shape = (batch, num_tokens, num_keys * group, value_dim)
+    out_shape = (batch, num_tokens, num_keys * group, state_pages.shape[5])
     state_pages, out = pl.pallas_call(
-        body,
+        _read_states,
         name="portable_delta_rule",
         grid=(hidden, num_keys),
         in_specs=[everywhere] * len(operands),
@@ -161,6 +111,56 @@ def _delta_rule(rows, filters, gates, row_pages, state_pages, page_table, positi
     )(*operands)
     out = jnp.where(positions.reshape(batch, num_tokens, 1, 1) >= 0, out, 0.0)
     return out.reshape(-1, *out_shape[2:]), row_pages, state_pages
+
+
+def _read_states(
+    rows_ref, filters_ref, decay_ref, step_ref, table_ref, positions_ref, layer_ref, _, states_ref,
+    out_ref,
+) -> None:  # fmt: skip
+    """All blocks with new tokens of one sequence and one head of keys.
+
+    `states_ref` is the result that has the operand's place: a sequence finds what earlier ones of
+    this call have written.
+    """
+    group, page_len, num_states = decay_ref.shape[1], rows_ref.shape[4], states_ref.shape[2]
+    seq, head, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    heads, block_len = pl.ds(head * group, group), page_len // num_states
+    tokens = positions_ref[seq, :]
+    first, last = tokens[0], jnp.max(tokens)
+
+    def load(position):
+        place = jnp.maximum(position, 0)
+        page = table_ref[seq, place // page_len]
+        row = rows_ref[layer, page, 0, head, pl.ds(place % page_len, 1), :]
+        return jnp.where(position >= 0, row.astype(jnp.float32), 0.0)
+
+    own = _Head(
+        filters=filters_ref[head, :, :].astype(jnp.float32), load=load,
+        decay=decay_ref[head, :].reshape(group, 1), step=step_ref[head, :].reshape(group, 1),
+        key_dim=states_ref.shape[4], dtype=rows_ref.dtype,
+    )  # fmt: skip
+
+    def token_step(position, state):
+        state, out = own.advance(position, state)
+        # What the block had before the first new token is written over by that.
+        out_ref[seq, jnp.maximum(position - first, 0), heads, :] = out
+        return state
+
+    def block_step(block, carry):
+        before = jnp.maximum(block - 1, 0)
+        page, at = table_ref[seq, before // num_states], before % num_states
+        state = jnp.where(block > 0, states_ref[layer, page, at, heads, :, :], 0.0)
+        start = block * block_len
+        stop = jnp.minimum(start + block_len, last + 1)
+        state = lax.fori_loop(start, stop, token_step, state)
+        # Of a block that has more tokens to come nobody reads it.
+        page, at = table_ref[seq, block // num_states], block % num_states
+        states_ref[layer, page, at, heads, :, :] = state
+        return carry
+
+    # A row of padding alone has first = last = -1, and no block.
+    blocks = jnp.maximum(first, 0) // block_len, last // block_len + 1
+    lax.fori_loop(*blocks, block_step, 0)
 
 
 @partial(jax.jit, static_argnames=("eps",))
