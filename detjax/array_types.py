@@ -30,7 +30,6 @@ says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 | `T` | query tokens of one request in this call |
 | `U` | experts |
 | `V` | vocabulary |
-| `W` | tokens that a convolution reads |
 | `X`, `Y` | any axis, of that function alone |
 | `Z` | blocks of the vocabulary, or of the tokens of a page |
 """

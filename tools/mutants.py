@@ -95,8 +95,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{KERNELS}/delta_rule/portable.py",
-                old="lax.fori_loop(start, stop, token_step, state)",
-                new="lax.fori_loop(jnp.maximum(start, first), stop, token_step, state)",
+                old="lax.fori_loop(start, stop, read_token, state)",
+                new="lax.fori_loop(jnp.maximum(start, first), stop, read_token, state)",
             ),
         ),
         tests=(f"{CLAIMS}::test_delta_rule_is_bitwise_schedule_invariant",),

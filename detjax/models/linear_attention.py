@@ -52,7 +52,7 @@ def _split(sizes: LinearAttentionConfig, projected: Activation[Array, "M O"]) ->
     )
 
 
-def _filters(sizes: LinearAttentionConfig, weights: dict) -> Activation[Array, "K W X"]:
+def _filters(sizes: LinearAttentionConfig, weights: dict) -> Activation[Array, "K Y X"]:
     """The convolution's numbers, head of keys by head of keys, the oldest token first."""
     parts = [weights[f"conv_{name}"][:, 0].T for name in "qkv"]
     return jnp.moveaxis(_by_key_head(sizes, parts), 0, 1)

@@ -9,7 +9,7 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 
 def delta_rule(
     rows: Activation[Array, "M K X"],
-    filters: Activation[Array, "K W Y"],
+    filters: Activation[Array, "K Y O"],
     gates: tuple[Float32[Array, "K G"], Float32[Array, "K G"]],
     row_pages: Activation[Array, "L N 1 K P X"],
     state_pages: Float32[Array, "L N Z H I C"],
@@ -39,7 +39,7 @@ def delta_rule(
 
     Args:
         rows: q, k, values, b and a of each head of keys: X = 2 c + G C + 2 G.
-        filters: Of the convolution, the oldest token first; Y = 2 c + G C.
+        filters: Of the convolution, the oldest token first: Y = W, O = 2 c + G C.
         gates: A and step, one a head of values.
         row_pages: The cache of rows; updated in place where the caller donates it.
         state_pages: Of states: each block of a page has one. Likewise.

@@ -140,7 +140,7 @@ def _read_states(
         key_dim=states_ref.shape[4], dtype=rows_ref.dtype,
     )  # fmt: skip
 
-    def token_step(position, state):
+    def read_token(position, state):
         state, out = own.advance(position, state)
         # What the block had before the first new token is written over by that.
         out_ref[seq, jnp.maximum(position - first, 0), heads, :] = out
@@ -152,7 +152,7 @@ def _read_states(
         state = jnp.where(block > 0, states_ref[layer, page, at, heads, :, :], 0.0)
         start = block * block_len
         stop = jnp.minimum(start + block_len, last + 1)
-        state = lax.fori_loop(start, stop, token_step, state)
+        state = lax.fori_loop(start, stop, read_token, state)
         # Of a block that has more tokens to come nobody reads it.
         page, at = table_ref[seq, block // num_states], block % num_states
         states_ref[layer, page, at, heads, :, :] = state
