@@ -31,7 +31,7 @@ says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 | `U` | experts |
 | `V` | vocabulary |
 | `X`, `Y` | any axis, of that function alone |
-| `Z` | blocks of the vocabulary |
+| `Z` | blocks of the vocabulary, or of the tokens of a page |
 """
 
 from typing import TYPE_CHECKING

@@ -203,6 +203,23 @@ GPT_OSS_CONFIG = {
     "rope_parameters": {**YARN_SCALING, "rope_theta": 150000.0, "truncate": False},
 }
 
+QWEN3_5_CONFIG = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        **plain_rope(10000000.0),
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
 CASES = (
     Case(
         name="llama2",
@@ -699,6 +716,15 @@ CASES = (
         is_mxfp4=True,
     ),
     Case(
+        name="qwen3_5",
+        what="three layers of gated DeltaNet and one of attention with an output gate; two heads "
+        "of values a head of keys, a quarter of the channels rotated, gains 1 + w",
+        model_type="qwen3_5_text",
+        seed=201301,
+        config=QWEN3_5_CONFIG,
+        control=Control(what="states that do not fade", fill={"A_log": -20.0}),
+    ),
+    Case(
         name="gpt_oss_bfloat16",
         what="gpt_oss with experts in bfloat16, without biases in attention",
         model_type="gpt_oss",
@@ -822,8 +848,13 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name.split(".")[-2]:
                 value = torch.rand(parameter.shape, generator=generator) + 0.5
-                if case.model_type.startswith("gemma"):  # whose gains are 1 + w
+                # Gains are 1 + w, but for those of gated norms.
+                if case.model_type.startswith(ONE_PLUS_GAINS) and "linear_attn" not in name:
                     value -= 1
+            elif name.endswith("A_log"):  # states that fade in one to hundreds of tokens
+                value = torch.randn(parameter.shape, generator=generator) * 1.5 - 2.5
+            elif name.endswith("conv1d.weight"):
+                value = torch.randn(parameter.shape, generator=generator) * 0.5
             elif name.endswith("bias"):
                 value = torch.randn(parameter.shape, generator=generator) * 0.3
             elif name.endswith("sinks"):
@@ -836,6 +867,7 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
     return model
 
 
+ONE_PLUS_GAINS = ("gemma", "qwen3_5")
 MXFP4_TENSORS = ("experts.gate_up_proj", "experts.down_proj")
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_BLOCK = 32

@@ -90,6 +90,18 @@ MUTANTS = (
         tests=("tests/engine/test_engine.py::test_the_host_reads_results_some_steps_late",),
     ),
     Mutant(
+        name="delta-rule-from-the-chunk",
+        fault="a chunk of linear attention goes on from its block's state without the rows between",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/delta_rule/portable.py",
+                old="lax.fori_loop(start, stop, read_token, state)",
+                new="lax.fori_loop(jnp.maximum(start, first), stop, read_token, state)",
+            ),
+        ),
+        tests=(f"{CLAIMS}::test_delta_rule_is_bitwise_schedule_invariant",),
+    ),
+    Mutant(
         name="two-async-engines",
         fault="two AsyncEngines with requests step one engine, and drop outputs of the other",
         edits=(

@@ -13,6 +13,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -90,6 +91,12 @@ REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
         ),
     },
     "gemma3_text": _SM90_GEMMA_REFUSED,
+    "qwen3_5_text": {
+        (dtype, backend): KERNELS[backend].withheld_linear_attention
+        for dtype in DTYPES
+        for backend in Backend
+        if KERNELS[backend].withheld_linear_attention
+    },
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 

@@ -47,6 +47,8 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
+    if config.linear_attention is not None and KERNELS[backend].withheld_linear_attention:
+        return KERNELS[backend].withheld_linear_attention
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

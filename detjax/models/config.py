@@ -98,6 +98,37 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinearAttentionConfig:
+    """Gated DeltaNet in place of attention (Yang et al. 2024, arXiv:2412.06464).
+
+    Attributes:
+        num_key_heads: Of queries and of keys.
+        num_value_heads: A multiple of that; value head h reads key head `h // (values / keys)`.
+        key_dim: Channels of a head of queries or keys.
+        value_dim: Channels of a head of values.
+        conv_width: Tokens that the convolution before it reads.
+        layers: Per layer: whether it has this and no attention.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[bool, ...]
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a key head that the cache keeps of a token: q, k, v, b and a."""
+        return 2 * self.key_dim + self.group * (self.value_dim + 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """One decoder-only transformer. No field says anything of a batch, a mesh or a schedule."""
 
@@ -140,6 +171,10 @@ class ModelConfig:
     """Whether each query head has a learned score that takes part in the softmax of its keys."""
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    linear_attention: LinearAttentionConfig | None = None
+    """Layers that keep a state in place of keys and values; None has none."""
+    has_output_gate: bool = False
+    """Whether the results of attention are multiplied by sigmoids of a projection of its rows."""
 
     @property
     def ties_table(self) -> bool:
@@ -165,18 +200,32 @@ class ModelConfig:
         """Whether any feed-forward layer is dense, of width `intermediate_size`."""
         return not all(map(self.has_experts, range(self.num_layers)))
 
+    def is_linear(self, layer_idx: int) -> bool:
+        """Whether a layer has linear attention."""
+        return self.linear_attention is not None and self.linear_attention.layers[layer_idx]
+
+    def cache_index(self, layer_idx: int) -> int:
+        """Where a layer is among those that have the same kind of cache."""
+        kind = self.is_linear(layer_idx)
+        return sum(self.is_linear(i) == kind for i in range(layer_idx))
+
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
         """The same model of some of its layers, or of one several times."""
         experts = self.experts
         if experts is not None:
             chosen = tuple(experts.layers[i] for i in layers)
             experts = dataclasses.replace(experts, layers=chosen)
+        linear = self.linear_attention
+        if linear is not None:
+            chosen = tuple(linear.layers[i] for i in layers)
+            linear = dataclasses.replace(linear, layers=chosen)
         return dataclasses.replace(
             self,
             num_layers=len(layers),
             sliding_windows=tuple(self.sliding_windows[i] for i in layers),
             layer_ropes=tuple(self.layer_ropes[i] for i in layers) if self.layer_ropes else (),
             experts=experts,
+            linear_attention=linear,
         )
 
     def facts(self) -> dict[str, Any]:

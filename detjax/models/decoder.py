@@ -31,9 +31,12 @@ from detjax.models.layers import (
     see_tokens,
     wanted_rows,
 )
+from detjax.models.linear_attention import linear_attend
+from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.softcap.api import softcap
 from detjax.parallel.exchange import Exchange
 from detjax.parallel.mesh import TP_AXIS
@@ -46,6 +49,8 @@ def check_mesh(config, profile: NumericsProfile, tp: int) -> None:
         ValueError: Naming the layer, its width and the largest tp that works.
     """
     widths = {"o_proj": config.num_heads * config.head_dim}
+    if (linear := config.linear_attention) is not None:
+        widths["out_proj"] = linear.num_value_heads * linear.value_dim
     if config.has_dense_layers:
         widths["down_proj"] = config.intermediate_size
     for layer, k_len in widths.items():
@@ -84,14 +89,48 @@ class CanonicalOps:
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Attend over the cache, the new tokens included. In the last layer from those wanted."""
-        ctx, tokens, wanted = self.ctx, self.tokens, self.wanted
+        if "linear_in" in weights:
+            return self._attend_linearly(layer_idx, weights, stream, cache)
+        ctx, tokens, wanted = self.ctx, self.tokens, self._wanted_in(layer_idx)
+        gate = None
+        if "attn_gate" in weights:
+            gate, stream = self._projected(weights, "attn_gate", stream)
         qkv, stream = project(ctx, weights, stream)
         cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
-        operands = ctx, weights, qkv, cos, sin, cache, tokens, layer_idx
-        if wanted is None or layer_idx < ctx.config.num_layers - 1:
-            return *attend(*operands), stream
-        residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
-        return *attend_from(*operands, wanted=wanted), Stream(residual=residual, x=None)
+        operands = ctx, weights, qkv, cos, sin, kv_of(cache), tokens, layer_idx
+        if wanted is None:
+            kv, heads = attend(*operands)
+        else:
+            kv, heads = attend_from(*operands, wanted=wanted)
+            residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
+            stream = Stream(residual=residual, x=None)
+        if gate is not None:
+            if wanted is not None:
+                gate = wanted_rows(ctx, gate, tokens.ids.shape, wanted)
+            heads = sigmoid_gate(heads, gate, backend=ctx.backend)
+        return with_kv(cache, kv), heads, stream
+
+    def _wanted_in(self, layer_idx: int):
+        """Which token of each sequence goes through a layer; None for all."""
+        return self.wanted if layer_idx == self.ctx.config.num_layers - 1 else None
+
+    def _projected(self, weights: dict, name: str, stream: Stream) -> tuple[jax.Array, Stream]:
+        """A product of the normalised rows, which the stream has then."""
+        ctx = self.ctx
+        x = final_rows(ctx, *stream, weights["attn_norm"])
+        out = linear(x, weights[name], out_dtype=x.dtype, backend=ctx.backend)
+        return out, Stream(residual=stream.residual, x=x)
+
+    def _attend_linearly(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        """Read the states behind the new tokens. In the last layer of those wanted."""
+        ctx, shape, wanted = self.ctx, self.tokens.ids.shape, self._wanted_in(layer_idx)
+        projected, stream = self._projected(weights, "linear_in", stream)
+        cache, heads = linear_attend(ctx, weights, projected, cache, self.tokens, layer_idx)
+        if wanted is None:
+            return cache, heads, stream
+        rows = (wanted_rows(ctx, x, shape, wanted) for x in (heads, stream.residual))
+        heads, residual = rows
+        return cache, heads, Stream(residual=residual, x=None)
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Gates and ups in one launch."""
@@ -118,11 +157,11 @@ def forward(
     ctx: ForwardContext,
     params: dict,
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: CachePages,
     tokens: Tokens,
     *,
     wanted: Int32[Array, " B"] | None = None,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
+) -> tuple[CachePages, Activation[Array, "B T D"]]:
     """Run every layer on new tokens and put their keys and values in the cache.
 
     Call inside `shard_map`; `pages` and `params` are this rank's share.

@@ -62,6 +62,25 @@ class ExpertKeys:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapper:
+    """A published model that has a family's decoder among other parts, such as one for images.
+
+    Attributes:
+        architecture: Its `architectures`.
+        model_type: Its `model_type`.
+        section: Key under which the decoder's own configuration stands.
+        inert: Further keys, of the other parts.
+        prefix: How names of the decoder's tensors begin in place of `model.`.
+    """
+
+    architecture: str
+    model_type: str
+    section: str
+    inert: frozenset[str]
+    prefix: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """One family of models, as data.
 
@@ -91,6 +110,12 @@ class Family:
         fused: Projections that a checkpoint stores as one, by its name, less ".weight".
         has_sinks: Whether each query head has a score that takes part in its softmax.
         stacks_experts: Whether a layer's experts are one tensor, gates and ups in turn.
+        has_linear_attention: Whether `layer_types`, or all but each `full_attention_interval`-th,
+            are layers of linear attention.
+        has_output_gate: Whether `q_proj` holds a gate behind the queries of each head.
+        wrapper: A published model whose text decoder is of this family; None has none.
+        spare_tensors: How names of tensors begin that a checkpoint may hold and no text needs.
+        rope_inert: Keys of rotary parameters that cannot change a logit of a text.
     """
 
     name: str
@@ -116,3 +141,8 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_sinks: bool = False
     stacks_experts: bool = False
+    has_linear_attention: bool = False
+    has_output_gate: bool = False
+    wrapper: Wrapper | None = None
+    spare_tensors: tuple[str, ...] = ()
+    rope_inert: frozenset[str] = frozenset()

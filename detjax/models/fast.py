@@ -30,6 +30,8 @@ from detjax.models.layers import (
     see_tokens,
     wanted_rows,
 )
+from detjax.models.linear_attention import linear_attend
+from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.params import MATRICES
 from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
@@ -66,11 +68,15 @@ class FastOps:
         return self._normalised(embed_tokens(self.ctx, table, ids), gain)
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
-        """Write keys and values, then attend over the cache."""
-        cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
-        cache, heads = attention_layer(
-            self.ctx, weights, stream.x, cos, sin, cache, self.tokens, layer_idx
-        )
+        """Write keys and values, then attend over the cache; or read states of linear attention."""
+        if "linear_in" in weights:
+            # WHY: the portable kernel is the one algorithm that there is; its rows are XLA's.
+            projected = product(stream.x, weights["linear_in"], stream.x.dtype)
+            cache, heads = linear_attend(
+                self.ctx, weights, projected, cache, self.tokens, layer_idx
+            )
+        else:
+            cache, heads = self._attend(layer_idx, weights, stream, cache)
         if self.wanted is None or layer_idx < self.ctx.config.num_layers - 1:
             return cache, heads, stream
         heads, residual = (
@@ -78,6 +84,16 @@ class FastOps:
             for rows in (heads, stream.residual)
         )
         return cache, heads, Stream(residual, None)
+
+    def _attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
+        cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
+        kv, heads = attention_layer(
+            self.ctx, weights, stream.x, cos, sin, kv_of(cache), self.tokens, layer_idx
+        )
+        if "attn_gate" in weights:
+            gate = product(stream.x, weights["attn_gate"], jnp.float32)
+            heads = (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
+        return with_kv(cache, kv), heads
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
@@ -109,11 +125,11 @@ def forward_fast(
     ctx: ForwardContext,
     params: dict,
     rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: CachePages,
     tokens: Tokens,
     *,
     wanted: Int32[Array, " B"] | None = None,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B T D"]]:
+) -> tuple[CachePages, Activation[Array, "B T D"]]:
     """Run every layer on new tokens, as `decoder.forward` does, in whatever order is quickest.
 
     Args:
@@ -163,12 +179,17 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
         matrix was. Its specs are `quantised_specs`.
 
     Raises:
-        ValueError: If `dtype` is another, or the model has mixtures of experts.
+        ValueError: If `dtype` is another, or the model has mixtures of experts or linear attention.
     """
     if any("router" in layer for layer in params["layers"]):
         raise ValueError(
             "8-bit drafts of a mixture of experts are not supported: ragged products take no "
             "8-bit weights; use draft_weights='full'"
+        )
+    if any("linear_in" in layer for layer in params["layers"]):
+        raise ValueError(
+            "8-bit drafts of a model with linear attention are not supported: its projections "
+            "would stay wide; use draft_weights='full'"
         )
     name = jnp.dtype(dtype).name
     if name not in LARGEST:
@@ -359,7 +380,7 @@ def attention_layer(
     qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
     gains = qk_gains(config, weights)
     window = config.sliding_windows[layer]
-    place = CachePlace(pages, tokens.page_table, tokens.positions, layer)
+    place = CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer))
     if KERNELS[ctx.backend].attention_beats_xla and config.attention_softcap is None:
         out, pages = rope_attention(
             qkv, Rotation(cos, sin, gains), place,
@@ -374,8 +395,8 @@ def attention_layer(
     pages = write_pages(place, k, v)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(
-        q, pages[layer], tokens.page_table, tokens.positions, window, config.attention_softcap,
-        weights.get("sinks"),
+        q, pages[place.layer], tokens.page_table, tokens.positions, window,
+        config.attention_softcap, weights.get("sinks"),
     )  # fmt: skip
     return pages, out.reshape(x.shape[0], -1)
 

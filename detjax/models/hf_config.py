@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from detjax.models.config import ExpertConfig, ModelConfig
 from detjax.models.family import BiasRule, Family
-from detjax.models.hf_layers import layer_ropes, sliding_windows
+from detjax.models.hf_layers import layer_ropes, linear_attention, sliding_windows
 from detjax.models.hf_rope import scaled_context
 from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
-from detjax.models.registry import find_family
+from detjax.models.registry import find_family, wrapped_family
 from detjax.models.tokenizer_files import read_eos_id
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
@@ -95,6 +95,7 @@ def config_from_hf(
         ValueError: If the architecture or a key is unknown, or a value is not supported or not
             possible. The message names the key, its value and what to do.
     """
+    values = _decoder_values(values)
     family = find_family(values.get("architectures"))
     parse_quantization(values)
     return _model_config(values, family=family, generation=generation or {})
@@ -171,7 +172,8 @@ def _model_config(
     if len(bos_ids := _token_ids(full, "bos_token_id", vocab_size)) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
     head_dim = _head_dim(full, hidden_size=hidden_size, num_heads=num_heads)
-    windows = sliding_windows(full, family.windows)
+    linear = linear_attention(full, family)
+    windows = (None,) * len(linear.layers) if linear else sliding_windows(full, family.windows)
     ropes, rope_of_layer = layer_ropes(
         values, family, windows=windows, head_dim=head_dim, max_len=max_position
     )
@@ -208,7 +210,47 @@ def _model_config(
         has_sinks=family.has_sinks,
         attention_softcap=_softcap(full, "attn_logit_softcapping"),
         logits_softcap=_softcap(full, "final_logit_softcapping"),
+        linear_attention=linear,
+        has_output_gate=family.has_output_gate,
     )
+
+
+_OF_WHOLE = frozenset({"compression_config", "quantization_config", "tie_word_embeddings"})
+"""Keys that a model with several parts may have beside its decoder's."""
+
+
+def _decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the text decoder, of a model that has it among other parts."""
+    family = wrapped_family(values.get("architectures"))
+    if family is None or (wrapper := family.wrapper) is None:
+        return values
+    section, others = values.get(wrapper.section), {**values}
+    others.pop(wrapper.section, None)
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"{wrapper.section}={section!r:.80} must be an object: the configuration of the text "
+            f"decoder of {wrapper.architecture!r}"
+        )
+    known = _OF_WHOLE | wrapper.inert | INERT_KEYS | {"architectures", "model_type"}
+    if unknown := sorted(others.keys() - known):
+        raise ValueError(
+            f"{unknown[0]}={others[unknown[0]]!r:.80} is not a key that detjax knows beside "
+            f"{wrapper.section!r} of {wrapper.architecture!r}, and a key it ignored could be one "
+            "that changes the model"
+        )
+    if others.get("model_type", wrapper.model_type) != wrapper.model_type:
+        raise ValueError(
+            f"model_type={others['model_type']!r} does not go with {wrapper.architecture!r}, which "
+            f"is {wrapper.model_type!r}; correct one"
+        )
+    own = {key: others[key] for key in _OF_WHOLE & others.keys()}
+    for key in own.keys() & section.keys():
+        if own[key] != section[key]:
+            raise ValueError(
+                f"{key}={own[key]!r:.80} contradicts the {section[key]!r:.80} in "
+                f"{wrapper.section!r}; keep one"
+            )
+    return {**section, **own, "architectures": list(family.architectures)}
 
 
 class _Scales(NamedTuple):

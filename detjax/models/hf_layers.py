@@ -5,12 +5,52 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.config import LinearAttentionConfig, RopeConfig, RopeKind
 from detjax.models.family import Family, RopeRule, WindowRule
 from detjax.models.hf_rope import rope_config
 from detjax.models.hf_values import flag_of, int_of
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+def linear_attention(values: Mapping[str, Any], family: Family) -> LinearAttentionConfig | None:
+    """Layers of linear attention, and their sizes; `values` are the file's and defaults.
+
+    Raises:
+        ValueError: If a value is not possible; the message names it.
+    """
+    if not family.has_linear_attention:
+        return None
+    num_layers, types = int_of(values, "num_hidden_layers"), values.get("layer_types")
+    if types is None:
+        step = int_of(values, "full_attention_interval")
+        types = [FULL if (i + 1) % step == 0 else LINEAR for i in range(num_layers)]
+    is_list = isinstance(types, list) and len(types) == num_layers
+    if not is_list or any(kind not in (FULL, LINEAR) for kind in types):
+        raise ValueError(
+            f"layer_types={types!r:.200} must be a list of num_hidden_layers={num_layers} names, "
+            f"each {FULL!r} or {LINEAR!r}"
+        )
+    if FULL not in types or LINEAR not in types:
+        raise ValueError(
+            f"layer_types={types!r:.200} has one kind of layer; {family.name!r} is supported with "
+            f"both {FULL!r} and {LINEAR!r}"
+        )
+    names = "key_heads", "value_heads"
+    num_keys, num_values = (int_of(values, f"linear_num_{name}") for name in names)
+    if num_values % num_keys:
+        raise ValueError(
+            f"linear_num_value_heads={num_values} must be a multiple of "
+            f"linear_num_key_heads={num_keys}; correct the file"
+        )
+    return LinearAttentionConfig(
+        num_key_heads=num_keys,
+        num_value_heads=num_values,
+        key_dim=int_of(values, "linear_key_head_dim"),
+        value_dim=int_of(values, "linear_value_head_dim"),
+        conv_width=int_of(values, "linear_conv_kernel_dim"),
+        layers=tuple(kind == LINEAR for kind in types),
+    )
 
 
 def sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:

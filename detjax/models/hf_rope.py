@@ -82,6 +82,8 @@ def rope_config(
         given["original_max_position_embeddings"] = values.get(
             "original_max_position_embeddings", max_len
         )
+    for key in family.rope_inert:
+        given.pop(key, None)
     for key, value in given.items():
         if key not in ROPE_PARAMETERS[RopeKind(name)]:
             raise ValueError(

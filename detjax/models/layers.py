@@ -235,7 +235,7 @@ def attend(
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         Rotation(cos, sin, qk_gains(config, weights)),
-        CachePlace(pages, tokens.page_table, tokens.positions, layer),
+        CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer)),
         window=config.sliding_windows[layer],
         eps=config.rms_norm_eps,
         profile=ctx.profile,
@@ -278,7 +278,7 @@ def attend_from(
     q, pages = rope_into_cache(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
         Rotation(cos, sin, qk_gains(config, weights)),
-        CachePlace(pages, tokens.page_table, tokens.positions, layer),
+        CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer)),
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )
@@ -288,7 +288,7 @@ def attend_from(
         positions = jnp.take_along_axis(positions, wanted[:, None], axis=1)
     out = attention(
         q,
-        CachePlace(pages, tokens.page_table, positions, layer),
+        CachePlace(pages, tokens.page_table, positions, config.cache_index(layer)),
         window=config.sliding_windows[layer],
         softcap=config.attention_softcap,
         sinks=weights.get("sinks"),

@@ -20,10 +20,20 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
                "o_bias": [D],                       # if config.o_bias
                "sinks": [H],                        # if config.has_sinks
+               "attn_gate": [H*C, D],               # if config.has_output_gate
                "q_norm": [C], "k_norm": [C],        # if config.qk_norm
                "q_norm_whole": [H*C], "k_norm_whole": [K*C], # if config.is_qk_norm_whole
                "attn_norm_after": [D], "mlp_norm_after": [D]}, ...]} # if config.norms says AFTER
   ```                                               # (then no "attn_norm", "mlp_norm") or BOTH
+
+  A layer with `config.is_linear(i)` has these in place of "qkv" to "o". X is all channels of its
+  queries, of its keys or of its values, U its heads of values, and Y the convolution's width.
+
+  ```
+  {"linear_in": [X + X + X + X + U + U, D],         # queries, keys, values, gates, b, a
+   "conv_q": [X, 1, Y], "conv_k": [X, 1, Y], "conv_v": [X, 1, Y],
+   "linear_decay": [U], "linear_step": [U], "linear_norm": [C], "linear_o": [D, X]}
+  ```
 
 - The tensors of a checkpoint (`tensor_specs`), each on its own: "q", "k" and "v" in place of "qkv".
 
@@ -59,8 +69,8 @@ Params = dict[str, Any]
 class ParamRole(enum.Enum):
     """What a parameter does. Decides how a random one is drawn, and what may be narrowed.
 
-    Every parameter has the profile's weight dtype, but for gains that `TensorSpec.is_wide`; a
-    `MATRIX` may have 8 bits in drafts.
+    Every parameter has the profile's weight dtype, but for what `TensorSpec.is_wide`; a `MATRIX`
+    may have 8 bits in drafts.
     """
 
     TABLE = "table"  # rows are looked up
@@ -68,6 +78,8 @@ class ParamRole(enum.Enum):
     GAIN = "gain"
     BIAS = "bias"
     EXPERT = "expert"  # of a mixture of experts: its router, or matrices, one an expert
+    PROJECTION = "projection"  # a matrix that layers of hybrids alone have; is never narrowed
+    FILTER = "filter"  # of a convolution: numbers a channel
 
 
 class Split(enum.Enum):
@@ -127,7 +139,7 @@ def _one(name: str, hf_name: str, axes: str) -> tuple[Tensor, ...]:
     return (Tensor(name, hf_name, axes),)
 
 
-TABLE, MATRIX, GAIN, BIAS, EXPERT = ParamRole
+TABLE, MATRIX, GAIN, BIAS, EXPERT, PROJECTION, FILTER = ParamRole
 ROWS, COLUMNS, WHOLE = Split
 
 EXPERT_NDIM = 3
@@ -156,6 +168,7 @@ _QKV_BIAS = (
     Tensor("k_bias", "self_attn.k_proj.bias", "KC"),
     Tensor("v_bias", "self_attn.v_proj.bias", "KC"),
 )
+_ATTN_GATE = _one("attn_gate", "self_attn.gate_proj.weight", "HC D")
 _GATE_UP = (
     Tensor("gate", "mlp.gate_proj.weight", "F D"),
     Tensor("up", "mlp.up_proj.weight", "F D"),
@@ -184,6 +197,20 @@ _EXPERT_DOWN = (
 )
 
 
+_LINEAR_IN = (
+    Tensor("linear_q", "linear_attn.in_proj_q.weight", "LK D"),
+    Tensor("linear_k", "linear_attn.in_proj_k.weight", "LK D"),
+    Tensor("linear_v", "linear_attn.in_proj_v.weight", "LV D"),
+    Tensor("linear_z", "linear_attn.in_proj_z.weight", "LV D"),
+    Tensor("linear_b", "linear_attn.in_proj_b.weight", "LH D"),
+    Tensor("linear_a", "linear_attn.in_proj_a.weight", "LH D"),
+)
+_LINEAR_WIDE = ("linear_decay", "linear_step", "linear_norm")
+"""Parameters of linear attention that stay float32: what becomes an exponent, and a gain."""
+
+_PLAIN_GAINS = ("linear_norm",)
+"""Gains that are read as they are in families whose others are not."""
+
 _EXPERT_GATE_UP_BIAS = _one("expert_gate_up_bias", "mlp.experts.{}.gate_up_proj.bias", "XE")
 _EXPERT_DOWN_BIAS = _one("expert_down_bias", "mlp.experts.{}.down_proj.bias", "D")
 
@@ -193,7 +220,7 @@ def _has(name: str) -> Callable[[ModelConfig, int], bool]:
     return lambda config, _: getattr(config, name)
 
 
-_HAS_QKV_BIAS, _HAS_O_BIAS, _HAS_QK_NORM = _has("qkv_bias"), _has("o_bias"), _has("qk_norm")
+_HAS_QKV_BIAS, _HAS_O_BIAS = _has("qkv_bias"), _has("o_bias")
 _HAS_QK_NORM_WHOLE = _has("is_qk_norm_whole")
 _HAS_SINKS = _has("has_sinks")
 
@@ -218,17 +245,47 @@ def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
     return not config.has_experts(layer_idx)
 
 
+def _is_linear(config: ModelConfig, layer_idx: int) -> bool:
+    return config.is_linear(layer_idx)
+
+
+def _is_full(config: ModelConfig, layer_idx: int) -> bool:
+    return not config.is_linear(layer_idx)
+
+
+def _normalises_heads(config: ModelConfig, layer_idx: int) -> bool:
+    return config.qk_norm and not config.is_linear(layer_idx)
+
+
+def _has_output_gate(config: ModelConfig, layer_idx: int) -> bool:
+    return config.has_output_gate and not config.is_linear(layer_idx)
+
+
+def _linear(name: str, role: ParamRole, split: Split, hf_name: str, axes: str) -> Param:
+    """A parameter of linear attention that is one tensor."""
+    return Param(name, role, split, _one(name, f"linear_attn.{hf_name}", axes), _is_linear)
+
+
 LAYER = (
     Param("attn_norm", GAIN, WHOLE, _ATTN_NORM, _normalises_before),
-    Param("qkv", MATRIX, ROWS, _QKV),
+    Param("qkv", MATRIX, ROWS, _QKV, _is_full),
     Param("qkv_bias", BIAS, ROWS, _QKV_BIAS, _HAS_QKV_BIAS),
-    Param("q_norm", GAIN, WHOLE, _one("q_norm", "self_attn.q_norm.weight", "C"), _HAS_QK_NORM),
-    Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _HAS_QK_NORM),
+    Param("q_norm", GAIN, WHOLE, _one("q_norm", "self_attn.q_norm.weight", "C"), _normalises_heads),
+    Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _normalises_heads),
     Param("q_norm_whole", GAIN, WHOLE, _Q_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
     Param("k_norm_whole", GAIN, WHOLE, _K_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
-    Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC")),
+    Param("attn_gate", PROJECTION, ROWS, _ATTN_GATE, _has_output_gate),
+    Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC"), _is_full),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
     Param("sinks", BIAS, ROWS, _one("sinks", "self_attn.sinks", "H"), _HAS_SINKS),
+    Param("linear_in", PROJECTION, ROWS, _LINEAR_IN, _is_linear),
+    _linear("conv_q", FILTER, ROWS, "conv1d_q.weight", "LK 1 W"),
+    _linear("conv_k", FILTER, ROWS, "conv1d_k.weight", "LK 1 W"),
+    _linear("conv_v", FILTER, ROWS, "conv1d_v.weight", "LV 1 W"),
+    _linear("linear_decay", BIAS, ROWS, "A_log", "LH"),
+    _linear("linear_step", BIAS, ROWS, "dt_bias", "LH"),
+    _linear("linear_norm", GAIN, WHOLE, "norm.weight", "LC"),
+    _linear("linear_o", PROJECTION, COLUMNS, "out_proj.weight", "D LV"),
     Param("attn_norm_after", GAIN, WHOLE, _ATTN_NORM_AFTER, _normalises_after),
     Param("mlp_norm", GAIN, WHOLE, _MLP_NORM, _normalises_before),
     Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
@@ -247,20 +304,31 @@ TENSORS_OF = {param.name: tuple(tensor.name for tensor in param.tensors) for par
 """Names of the tensors that each parameter of a layer is made of."""
 
 MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
-"""Matrices of a layer; "lm_head" is the other one."""
+"""Matrices of a layer with attention; "lm_head" is the other one."""
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F.
 
-    "XE" are an expert's gates and ups.
+    "XE" are an expert's gates and ups. Of linear attention "LK" and "LV" are all channels of keys
+    and of values, "LH" heads of values, "LC" channels of one, and "W" the convolution's width.
     """
-    experts = config.experts
-    of_experts = {}
+    experts, linear = config.experts, config.linear_attention
+    of_experts, of_linear = {}, {}
+    if linear is not None:
+        of_linear = {
+            "LK": linear.num_key_heads * linear.key_dim,
+            "LV": linear.num_value_heads * linear.value_dim,
+            "LH": linear.num_value_heads,
+            "LC": linear.value_dim,
+            "W": linear.conv_width,
+            "1": 1,
+        }
     if experts is not None:
         of_experts = {"U": experts.num_experts, "XF": experts.width, "XE": 2 * experts.width}
     return {
         **of_experts,
+        **of_linear,
         "H": config.num_heads,
         "D": config.hidden_size,
         "V": config.vocab_size,
@@ -330,6 +398,7 @@ class TensorSpec:
         runs: Stored rows in order of `start`; rows in no run are zero.
         role: What the parameter does.
         is_wide: Whether it is stored in float32, whatever the profile's weight dtype.
+        offset: Added to each value as it is read.
     """
 
     hf_name: str
@@ -340,6 +409,7 @@ class TensorSpec:
     runs: tuple[RowRun, ...]
     role: ParamRole
     is_wide: bool = False
+    offset: float = 0.0
 
     def dtype(self, weight_dtype: DTypeLike) -> jnp.dtype:
         """Of the stored tensor, given the profile's weight dtype."""
@@ -400,6 +470,8 @@ def _split_sizes(config: ModelConfig) -> dict[str, int]:
         sizes["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
         sizes["num_experts"] = config.experts.num_experts
+    if config.linear_attention is not None:
+        sizes["linear_num_key_heads"] = config.linear_attention.num_key_heads
     return sizes
 
 
@@ -538,7 +610,9 @@ def _tensor_spec(
         partition=partition,
         runs=runs,
         role=line.role,
-        is_wide=line.role is GAIN and _is_wide_gain(config, line.name),
+        is_wide=line.name in _LINEAR_WIDE
+        or (line.role is GAIN and _is_wide_gain(config, line.name)),
+        offset=config.gain_offset if line.role is GAIN and line.name not in _PLAIN_GAINS else 0.0,
     )
 
 

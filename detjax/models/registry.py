@@ -11,6 +11,7 @@ from detjax.models.family import (
     Family,
     RopeRule,
     WindowRule,
+    Wrapper,
 )
 
 _SHARED = {
@@ -430,6 +431,55 @@ FAMILIES: tuple[Family, ...] = (
         checked=_GEMMA_CHECKED,
         inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
     ),
+    # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
+    Family(
+        name="qwen3_5_text",
+        architectures=("Qwen3_5ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 248320,
+            "intermediate_size": 12288,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        qk_norm=True,
+        gain_offset=1.0,
+        partial_rotary=0.25,
+        has_linear_attention=True,
+        has_output_gate=True,
+        fused={
+            f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
+            for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
+        },
+        checked={
+            "attention_bias": (False,),
+            "attn_output_gate": (True,),
+            "mamba_ssm_dtype": ("float32",),
+            "mlp_only_layers": ([], None),
+        },
+        # Layers that predict further tokens, and see images: nobody reads them here.
+        spare_tensors=("mtp.", "model.visual."),
+        wrapper=Wrapper(
+            architecture="Qwen3_5ForConditionalGeneration",
+            model_type="qwen3_5",
+            section="text_config",
+            inert=frozenset({"language_model_only", "vision_config"})
+            | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
+            prefix="model.language_model.",
+        ),
+        inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+        rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+    ),
     # gpt-oss: sinks, windows in every other layer, and mixtures of experts with biases and a clamp.
     Family(
         name="gpt_oss",
@@ -491,6 +541,14 @@ def family_named(name: str) -> Family | None:
     return next((family for family in FAMILIES if family.name == name), None)
 
 
+def wrapped_family(architectures: Any) -> Family | None:
+    """The family of the text decoder of a model that has other parts, too; None for others."""
+    for family in FAMILIES:
+        if family.wrapper is not None and architectures == [family.wrapper.architecture]:
+            return family
+    return None
+
+
 def find_family(architectures: Any) -> Family:
     """The family that computes `architectures`, the list of one name in a `config.json`.
 
@@ -501,7 +559,8 @@ def find_family(architectures: Any) -> Family:
         for name in family.architectures:
             if architectures == [name]:
                 return family
+    wrappers = [f"{f.wrapper.architecture} (its text)" for f in FAMILIES if f.wrapper is not None]
     raise ValueError(
         f"architectures={architectures!r} is not supported; detjax loads one of "
-        f"{', '.join(supported_architectures())} (a list of one name in config.json)"
+        f"{', '.join([*supported_architectures(), *wrappers])} (a list of one name in config.json)"
     )

@@ -56,7 +56,7 @@ class DecoderOps(Protocol):
     def attend(
         self, layer_idx: int, weights: dict[str, Any], stream: Stream, cache: Any
     ) -> tuple[Any, jax.Array, Stream]:
-        """Project to heads, rotate, cache and attend.
+        """Project to heads, rotate, cache and attend; or the same of linear attention.
 
         Returns the cache, the heads' results, and the stream of their rows: all of them, or in the
         last layer those whose result is wanted.
@@ -127,12 +127,12 @@ def decoder_layer(
 ) -> tuple[Any, Stream]:
     """One layer; `next_gain` normalises for the layer after it, or is None."""
     cache, heads, stream = ops.attend(layer_idx, weights, stream, cache)
-    o_bias = weights.get("o_bias")
+    o, o_bias = weights["linear_o" if "linear_o" in weights else "o"], weights.get("o_bias")
     if "attn_norm_after" in weights:
         gains = AfterGains(weights["attn_norm_after"], weights.get("mlp_norm"))
-        stream = ops.norm_add(heads, weights["o"], o_bias, gains, stream)
+        stream = ops.norm_add(heads, o, o_bias, gains, stream)
     else:
-        stream = ops.add_norm(heads, weights["o"], o_bias, weights["mlp_norm"], stream)
+        stream = ops.add_norm(heads, o, o_bias, weights["mlp_norm"], stream)
     if "router" in weights:
         return ops.mix_experts(weights, next_gain, stream, cache)
     channels = ops.gate(weights, stream)

@@ -29,9 +29,9 @@ class KernelSet(Protocol):
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
-        withheld_w8a8_experts: Why mixtures of experts whose weights and activations have 8 bits are
-            refused although its kernels are traced with them; empty if they are not. The next two
-            are likewise.
+        withheld_linear_attention: Why models with layers of linear attention are refused; empty if
+            they are not. The next three are likewise.
+        withheld_w8a8_experts: Of mixtures of experts whose weights and activations have 8 bits.
         withheld_w8a8_scales: Of 8-bit activations whose scales are not each row's own.
         withheld_head_ranks: Of EAGLE-3 heads where ranks share the model's layers.
     """
@@ -41,6 +41,7 @@ class KernelSet(Protocol):
     steps_beat_xla: bool
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
+    withheld_linear_attention: str
     withheld_w8a8_experts: str
     withheld_w8a8_scales: str
     withheld_head_ranks: str
@@ -191,6 +192,20 @@ class KernelSet(Protocol):
 
     def geglu(self, gate_up) -> jax.Array:
         """See `geglu.api.geglu`."""
+        ...
+
+    def sigmoid_gate(self, heads, gate) -> jax.Array:
+        """See `output_gate.api.sigmoid_gate`."""
+        ...
+
+    def delta_rule(
+        self, rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `delta_rule.api.delta_rule`."""
+        ...
+
+    def gated_rms_norm(self, x, z, gain, *, eps: float) -> jax.Array:
+        """See `delta_rule.api.gated_rms_norm`."""
         ...
 
     def softcap(self, logits, *, cap: float) -> jax.Array:

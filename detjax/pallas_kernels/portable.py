@@ -3,6 +3,8 @@
 
 from detjax.pallas_kernels.attention.portable import attention as attention
 from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
+from detjax.pallas_kernels.delta_rule.portable import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.portable import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.portable import geglu as geglu
 from detjax.pallas_kernels.gradients.portable import attention_gradient as attention_gradient
@@ -39,6 +41,7 @@ from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.portable import route as route
 from detjax.pallas_kernels.moe.portable import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.portable import route_mlp_add_rms_norm as route_mlp_add_rms_norm
+from detjax.pallas_kernels.output_gate.portable import sigmoid_gate as sigmoid_gate
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.portable import rms_norm as rms_norm
@@ -58,6 +61,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
 withheld_w8a8_experts = withheld_w8a8_scales = withheld_head_ranks = ""
+withheld_linear_attention = ""
 
 
 def why_not_here() -> str | None:

@@ -3,6 +3,9 @@
 
 from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
+from detjax.pallas_kernels.delta_rule.withheld import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.withheld import gated_rms_norm as gated_rms_norm
+from detjax.pallas_kernels.delta_rule.withheld import sigmoid_gate as sigmoid_gate
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu
 from detjax.pallas_kernels.gradients.reference import attention_gradient as attention_gradient
@@ -58,6 +61,10 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
+withheld_linear_attention = (
+    "the reference backend has no linear attention (gated DeltaNet), as sm90, whose bits it has, "
+    "has none; use backend portable"
+)
 withheld_head_ranks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
 withheld_w8a8_scales = ""

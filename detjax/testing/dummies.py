@@ -103,7 +103,8 @@ def dummy_model(
             for name in spec.hf_names
         ]
         values = np.stack(drawn) if spec.num_experts else drawn[0]
-        if spec.role in (ParamRole.MATRIX, ParamRole.TABLE, ParamRole.EXPERT):
+        matrices = ParamRole.MATRIX, ParamRole.TABLE, ParamRole.EXPERT, ParamRole.PROJECTION
+        if spec.role in matrices:
             values *= spec.hf_shape[1] ** -0.5
         elif spec.role is ParamRole.GAIN:
             values = 1 + 0.1 * values

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Float32, Int32
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
-from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
+from detjax.engine.running.device_arrays import PAGES_SPEC, empty_pages
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
 from detjax.models.layers import ForwardContext, Tokens
@@ -93,8 +93,7 @@ class Scorer:
         # A replica counts its own pages from 0.
         table = np.arange(num_rows * blocks, dtype=np.int32).reshape(num_rows, blocks)
         table %= num_rows // dp * blocks
-        shape = pages_shape(model, num_rows * blocks)
-        pages = jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+        pages = empty_pages(model, num_rows * blocks)
         tokens = Tokens(ids=ids, positions=positions, page_table=table)
         out = self._step(model.params, model.rope_tables, pages, tokens, targets)
         found = np.asarray(out)

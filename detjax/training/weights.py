@@ -69,6 +69,7 @@ def why_not_trained(config: ModelConfig) -> str | None:
             spec.is_wide for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
         ),
         "sinks": config.has_sinks,
+        "linear attention": config.linear_attention is not None,
         "experts with biases": config.has_clamped_experts,
         "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
     }

@@ -25,6 +25,7 @@ import detjax.parallel.collectives
 from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.geglu.api import geglu
@@ -52,6 +53,7 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp_add_rms_norm,
 )
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
@@ -80,6 +82,8 @@ M, K, N, C = 37, 192, 130, 16
 NUM_EXPERTS, TOP_K = 8, 3
 PROFILE = NumericsProfile()
 BF16 = jnp.dtype(jnp.bfloat16)
+LINEAR_HEADS, ROW_WIDTH = 8, 2 * C + 2 * (C + 2)
+"""Heads of keys of gated DeltaNet, and numbers of one of two heads of values."""
 LORA_SCALES = jnp.asarray([[0.5, 3.0, 1.3], [2.0, 0.7, 1.0]], jnp.float32)
 """Of two parts and three slots."""
 ROW_COUNTS = [1, 33]
@@ -181,6 +185,8 @@ def _cases() -> dict[str, Case]:
     eight = tree_reduction(8 * 32, PROFILE)
     draw = np.random.default_rng(13)
     lora_b, lora_slots = bf16(draw, 512, 192), jnp.asarray(draw.integers(-1, 3, M), jnp.int32)
+    hybrid = np.random.default_rng(14)
+    gated, head_gain = (bf16(hybrid, M, 512), bf16(hybrid, M, 512)), f32(hybrid, 64)
     pages = bf16(rng, 2, 9, 2, 2, 128, C)
     pages_of = jnp.asarray([[3, 0, 7], [1, 8, 2]], jnp.int32)
     q_positions = jnp.asarray(rng.integers(0, 3 * 128, M), jnp.int32)
@@ -601,6 +607,40 @@ def _cases() -> dict[str, Case]:
                 _columns(ranks, rank, 512),
             ),
         ),
+        "sigmoid_gate": Case(
+            kernel=sigmoid_gate,
+            call=lambda x, gate: sigmoid_gate(x, gate, **ON),
+            rows=gated,
+            slices=lambda rank, ranks: (
+                lambda x, gate: sigmoid_gate(
+                    *(part[:, _columns(ranks, rank, 512)] for part in (x, gate)), **ON
+                ),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "gated_rms_norm": Case(
+            kernel=gated_rms_norm,
+            call=lambda x, z: gated_rms_norm(x, z, head_gain, eps=1e-5, **ON),
+            rows=(f32(hybrid, M, 64), bf16(hybrid, M, 64)),
+            slices=lambda rank, ranks: (
+                lambda x, z: gated_rms_norm(x, z, head_gain, eps=1e-5, **ON),
+                slice(None),
+            ),
+        ),
+        "delta_rule": Case(
+            kernel=delta_rule,
+            call=_one_more_token,
+            rows=(
+                bf16(hybrid, M, LINEAR_HEADS, ROW_WIDTH),
+                jnp.asarray(hybrid.integers(0, 128, M), jnp.int32),
+            ),
+            slices=lambda rank, ranks: (
+                lambda rows, positions: _one_more_token(
+                    rows, positions, _columns(ranks, rank, LINEAR_HEADS)
+                ),
+                _columns(ranks, rank, 2 * LINEAR_HEADS),
+            ),
+        ),
         "butterfly_sum": Case(
             kernel=butterfly_sum,
             call=lambda x: _butterfly(x, wide_w, eight, tp=4),
@@ -676,6 +716,29 @@ def _attend_through_cache(qkv, cos, sin, positions, gains) -> jax.Array:
     return out[:, 0]
 
 
+def _delta_operands(heads: slice) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """A convolution, decays of a token to hundreds, and steps, of some heads of keys."""
+    rng = np.random.default_rng(15)
+    filters = bf16(rng, LINEAR_HEADS, 4, 4 * C)
+    decays, steps = (rng.uniform(-6, 1, (LINEAR_HEADS, 2)) for _ in range(2))
+    gates = tuple(jnp.asarray(x, jnp.float32)[heads] for x in (decays, steps))
+    return filters[heads], gates
+
+
+def _one_more_token(rows, positions, heads: slice = slice(None)) -> jax.Array:
+    """One new token a sequence, after rows and a state that are the same for all."""
+    count, rng = len(rows), np.random.default_rng(16)
+    old = bf16(rng, 1, 1, 1, LINEAR_HEADS, 128, ROW_WIDTH)[:, :, :, heads]
+    states = f32(rng, 1, 1, 2, LINEAR_HEADS, 2, C, C)[:, :, :, heads].reshape(1, 1, 2, -1, C, C)
+    of_all = (jnp.broadcast_to(x, (1, count, *x.shape[2:])) for x in (old, states))
+    table = jnp.arange(count, dtype=jnp.int32)[:, None]
+    filters, gates = _delta_operands(heads)
+    out, _, _ = delta_rule(
+        rows[:, heads], filters, gates, *of_all, table, positions[:, None], layer=0, **ON
+    )
+    return out
+
+
 _CACHE: dict[str, Case] = {}
 
 
@@ -714,7 +777,7 @@ COMPOSED = (
     "norm_linear_swiglu", "linear_add_rms_norm", "combine_add_rms_norm", "combine_norm_linear",
     "stats_and_choice", "choose_token", "rope_into_cache", "rope_attention", "expert_mlp",
     "route_mlp", "route_mlp_add_rms_norm", "combine_experts_add_rms_norm",
-    "combine_experts_norm_linear",
+    "combine_experts_norm_linear", "delta_rule", "gated_rms_norm", "sigmoid_gate",
 )  # fmt: skip
 """Made of the others, or compiled for long: the slow suite has them."""
 
@@ -1008,6 +1071,103 @@ def test_rope_attention_is_bitwise_schedule_invariant():
     actual, whole = run([0, 100, 101, 102, 128, 129, 300]), run([0, length])
     for what, a, b in zip(("outputs", "cache"), actual, whole, strict=True):
         assert_bitwise_equal(a, b, claim=f"{what} of chunks of a prompt are the whole prompt's")
+
+
+DELTA_LEN = 134
+"""Two blocks of the grid and some tokens: a page, and a part of the next."""
+
+
+def _delta_rows() -> jax.Array:
+    return bf16(np.random.default_rng(17), DELTA_LEN, 1, ROW_WIDTH)
+
+
+def _recurrence(bounds, *, padded: int) -> tuple[np.ndarray, ...]:
+    """The rows' results in chunks, each padded to a length, and the caches that they leave."""
+    rows, (filters, gates) = _delta_rows(), _delta_operands(slice(0, 1))
+    row_pages = jnp.full((1, 3, 1, 1, 128, ROW_WIDTH), jnp.nan, jnp.bfloat16)
+    state_pages, parts = jnp.full((1, 3, 2, 2, C, C), jnp.nan, jnp.float32), []
+    for low, high in itertools.pairwise(bounds):
+        positions = np.full((1, padded), -1, np.int32)
+        positions[0, : high - low] = np.arange(low, high)
+        chunk = jnp.zeros((padded, 1, ROW_WIDTH), jnp.bfloat16).at[: high - low].set(rows[low:high])
+        out, row_pages, state_pages = delta_rule(
+            chunk, filters, gates, row_pages, state_pages, jnp.asarray([[2, 0]], jnp.int32),
+            jnp.asarray(positions), layer=0, **ON,
+        )  # fmt: skip
+        assert not np.asarray(out[high - low :]).any()
+        parts.append(np.asarray(out[: high - low]))
+    return np.concatenate(parts), np.asarray(row_pages), np.asarray(state_pages)
+
+
+@pytest.mark.invariance
+def test_delta_rule_is_bitwise_schedule_invariant():
+    """Chunks that end before, at and behind ends of blocks, and rejected drafts between them.
+
+    Rows, and states behind whole blocks, are those of one chunk, too.
+    """
+    whole = _recurrence([0, DELTA_LEN], padded=DELTA_LEN)
+    assert np.isfinite(whole[0]).all() and np.abs(whole[0]).max() > 0.1
+    assert_order_sensitive(whole[2][0, 2, 1, 0, :, 0])
+    chunks = _recurrence([0, 63, 64, 65, 70, 128, 130, DELTA_LEN], padded=64)
+    for what, got, want in zip(("results", "rows"), chunks, whole, strict=False):
+        assert_bitwise_equal(got, want, claim=f"{what} of chunks are the whole prompt's")
+    states = (x[2][:, 2] for x in (chunks, whole))
+    assert_bitwise_equal(*states, claim="states behind blocks are the whole prompt's")
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_delta_rule_in_steps_of_one_token_is_the_whole_prompt():
+    whole, steps = (
+        _recurrence(bounds, padded=padded)
+        for bounds, padded in (([0, DELTA_LEN], DELTA_LEN), (range(DELTA_LEN + 1), 1))
+    )
+    assert_bitwise_equal(steps[0], whole[0], claim="decode is prefill")
+
+
+@functools.partial(jax.jit, static_argnames=("low", "high"))
+def _chunk_form(y, beta, fading, state, *, low: int, high: int) -> tuple[jax.Array, jax.Array]:
+    """Results of tokens from `low` to `high` of one head by products over the chunk.
+
+    The state is that before the chunk's own first token, and the solve is of the chunk.
+    """
+    q, k, v = (y[low:high, at : at + C] for at in (0, C, 2 * C))
+    q = q / jnp.sqrt(jnp.sum(q * q, axis=1, keepdims=True) + 1e-6) / C**0.5
+    k = k / jnp.sqrt(jnp.sum(k * k, axis=1, keepdims=True) + 1e-6)
+    beta, total = beta[low:high, None], jnp.cumsum(fading[low:high])
+    ratio = jnp.tril(jnp.exp(jnp.minimum(total[:, None] - total[None, :], 0)))
+    system = jnp.eye(high - low) + jnp.tril(beta * (k @ k.T) * ratio, -1)
+    read = v - jnp.exp(total)[:, None] * (k @ state)
+    added = jax.scipy.linalg.solve_triangular(system, beta * read, lower=True)
+    out = jnp.exp(total)[:, None] * (q @ state) + ((q @ k.T) * ratio) @ added
+    left = jnp.exp(total[-1] - total)[:, None]
+    return out, jnp.exp(total[-1]) * state + (k * left).T @ added
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_a_state_from_the_start_of_the_chunk_depends_on_the_chunks():
+    """The same rows by products over chunks: the same function, in bits of the schedule."""
+    rows, (filters, gates) = _delta_rows()[:, 0].astype(jnp.float32), _delta_operands(slice(0, 1))
+    before = jnp.pad(rows[:, : 4 * C], ((3, 0), (0, 0)))
+    taps = filters[0].astype(jnp.float32)
+    mixed = sum(taps[i][None] * before[i : i + DELTA_LEN] for i in range(4))
+    y = (mixed * jax.nn.sigmoid(mixed)).astype(jnp.bfloat16).astype(jnp.float32)
+    beta = jax.nn.sigmoid(rows[:, 4 * C])
+    fading = -jnp.exp(gates[0][0, 0]) * jax.nn.softplus(rows[:, 4 * C + 2] + gates[1][0, 0])
+
+    def run(bounds):
+        state, parts = jnp.zeros((C, C), jnp.float32), []
+        for low, high in itertools.pairwise(bounds):
+            out, state = _chunk_form(y, beta, fading, state, low=low, high=high)
+            parts.append(np.asarray(out))
+        return np.concatenate(parts)
+
+    whole, chunks = run([0, 64, 128, DELTA_LEN]), run([0, 63, 64, 65, 70, 128, 130, DELTA_LEN])
+    assert count_different_bits(whole, chunks) > 0
+    want = _recurrence([0, DELTA_LEN], padded=DELTA_LEN)[0][:, 0]
+    # Tolerance: a state of 134 updates, each of sums of 16 terms: 2**-24 times some thousands.
+    assert np.abs(whole - want).max() <= 2.0**-11 * np.abs(want).max()
 
 
 @pytest.mark.control

@@ -29,6 +29,7 @@ QUICK = (
 
 FAMILIES = (
     "exaone4", "gemma2", "gemma3", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi4_longrope",
+    "qwen3_5",
 )  # fmt: skip
 
 

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Int32
+from detjax.array_types import Array, Int32
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
+from detjax.models.pages import CachePages, HybridPages
 from detjax.models.params import padded_vocab_size
+from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
@@ -67,20 +69,27 @@ def rows_shape(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDt
     return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
 
 
-def pages_shape(model: AnyDraftModel, num_pages: int) -> jax.ShapeDtypeStruct:
-    """Shape of the cache with `num_pages` pages over all replicas, and its sharding."""
+def pages_shape(model: AnyDraftModel, num_pages: int) -> Any:
+    """Shapes of the cache with `num_pages` pages over all replicas, and their sharding."""
     config, profile = model.config, model.profile
-    shape = (
-        config.num_layers,
-        num_pages,
-        2,
-        model.num_kv_slots,
-        profile.attention_block,
-        config.head_dim,
-    )
     spec = HEAD_PAGES_SPEC if isinstance(model, EagleHead) else PAGES_SPEC
-    sharding = NamedSharding(model.mesh, spec)
-    return jax.ShapeDtypeStruct(shape, profile.activation_dtype, sharding=sharding)
+    dtype, sharding = profile.activation_dtype, NamedSharding(model.mesh, spec)
+    linear = None if isinstance(model, EagleHead) else model.config.linear_attention
+    num_linear = 0 if linear is None else sum(linear.layers)
+
+    def shape(num_layers: int, *page: int, dtype=dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_layers, num_pages, *page), dtype, sharding=sharding)
+
+    page_len = profile.attention_block
+    kv = shape(config.num_layers - num_linear, 2, model.num_kv_slots, page_len, config.head_dim)
+    if linear is None:
+        return kv
+    state = linear.num_value_heads, linear.key_dim, linear.value_dim
+    return HybridPages(
+        kv=kv,
+        rows=shape(num_linear, 1, linear.num_key_heads, page_len, linear.row_width),
+        states=shape(num_linear, states_of_page(page_len), *state, dtype=jnp.float32),
+    )
 
 
 def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
@@ -154,6 +163,6 @@ def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list]:
     )
 
 
-def empty_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
+def empty_pages(model: LoadedModel, num_pages: int) -> CachePages:
     """Allocate the cache."""
     return empty(model, pages_shape(model, num_pages))

@@ -359,7 +359,7 @@ class DeviceState:
             slots, self._adjusted, result = self._choose(key, after, slots, sampling, result)
         return slots, result
 
-    def checksums(self, pages: np.ndarray) -> list[jax.Array]:
+    def checksums(self, pages: np.ndarray) -> list[list[jax.Array]]:
         """A number for the content of each of these pages, int32 [dp, n]: `device.checksums`."""
         self.settle()
         return self._ordered(checksums)(self._model.mesh, self._arrays[0], pages)

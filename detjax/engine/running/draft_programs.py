@@ -29,7 +29,7 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
@@ -212,8 +212,16 @@ def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int)
 
     Raises:
         ValueError: If the vocabularies have different sizes, the models lie on different meshes or
-            backends, their pages differ, or the draft model's context is too short.
+            backends, their pages differ, the draft model's context is too short, or layers of
+            linear attention draft or have a head.
     """
+    has_head = isinstance(draft, EagleHead)
+    if (model.config if has_head else draft.config).linear_attention is not None:
+        what = "an EAGLE-3 head on" if has_head else "drafts by"
+        raise ValueError(
+            f"{what} a model with layers of linear attention has not been proven; draft by "
+            "--speculative prompt_lookup, --mode dvr or a model without such layers"
+        )
     for what, of_draft, of_model in (
         ("a vocabulary", draft.config.vocab_size, model.config.vocab_size),
         ("the backend", draft.backend.value, model.backend.value),

@@ -29,9 +29,9 @@ def cache_bytes(
     """
     total = 0
     for one in (model,) if draft_model is None else (model, draft_model):
-        pages = pages_shape(one, num_pages)
-        share = pages.sharding.shard_shape(pages.shape)
-        total += math.prod(share) * pages.dtype.itemsize * model.mesh.size
+        for pages in jax.tree.leaves(pages_shape(one, num_pages)):
+            share = pages.sharding.shard_shape(pages.shape)
+            total += math.prod(share) * pages.dtype.itemsize * model.mesh.size
     return total
 
 

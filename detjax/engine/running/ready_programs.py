@@ -146,7 +146,8 @@ class ReadyPrograms:
         with workers or nullcontext(), ThreadPoolExecutor(max_workers=1 + num_threads) as pool:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.cache.num_pages)
-                pool.submit(checksum_program, mesh, cache.shape, cache.dtype)
+                for leaf in jax.tree.leaves(cache):
+                    pool.submit(checksum_program, mesh, leaf.shape, leaf.dtype)
             # Each program is checked when it is there, while others are still compiled.
             checking = pool.submit(self._check_new, wanted) if checks_early else None
             futures = {key: pool.submit(self._get, key, asked) for key in missing}

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Int32, UInt32
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
 from detjax.models.loading import LoadedModel
+from detjax.models.pages import CachePages
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -42,13 +43,13 @@ def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     return total
 
 
-def filled_pages(model: LoadedModel, num_pages: int) -> Activation[Array, "L N 2 K P C"]:
+def filled_pages(model: LoadedModel, num_pages: int) -> CachePages:
     """Allocate the cache with random bits of finite numbers, so that which page is read shows.
 
     Magnitudes are from 0.5 to 1 for keys and from 2 to 4 for values, with random signs. What nobody
     has written meets no answer, so nothing depends on them.
     """
-    return _filler(pages_shape(model, num_pages))()
+    return jax.tree.map(lambda shape: _filler(shape)(), pages_shape(model, num_pages))
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def _filler(shape: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
     return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)
 
 
-def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N 2 K P C"]:
+def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N X K P C"]:
     bits = _indices(shape)
     is_value = lax.broadcasted_iota(jnp.uint32, shape, 2)
     # Sign, 8 bits of exponent, mantissa: alike in float32 and bfloat16, which is its upper half.
@@ -68,9 +69,7 @@ def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N 2 K P
     return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), dtype)
 
 
-def checksums(
-    mesh: Mesh, cache: Activation[Array, "L N 2 K P C"], pages: np.ndarray
-) -> list[UInt32[Array, " B"]]:
+def checksums(mesh: Mesh, cache: CachePages, pages: np.ndarray) -> list[list[UInt32[Array, " B"]]]:
     """A number for the content of each page, over all layers, heads and ranks.
 
     Args:
@@ -79,24 +78,29 @@ def checksums(
         pages: int32 [dp, n], each as its replica counts them.
 
     Returns:
-        Of `PIECE` pages of every replica at a time; `join_checksums` makes [dp, n] of them. The
-        device may still be at it.
+        Of `PIECE` pages of every replica at a time, of each array of the cache; `join_checksums`
+        makes [dp, n] of them. The device may still be at it.
 
     Numerics:
         A sum of uint32 modulo 2**32: it has no order.
     """
-    program = checksum_program(mesh, cache.shape, cache.dtype)
+    arrays = jax.tree.leaves(cache)
+    programs = [checksum_program(mesh, array.shape, array.dtype) for array in arrays]
     count = -(-pages.shape[1] // PIECE) * PIECE
     padded = np.pad(pages, ((0, 0), (0, count - pages.shape[1])), mode="edge")
-    pieces = (padded[:, first : first + PIECE] for first in range(0, count, PIECE))
-    return [program(cache, piece.reshape(-1)) for piece in pieces]
+    pieces = [padded[:, first : first + PIECE].reshape(-1) for first in range(0, count, PIECE)]
+    return [
+        [program(array, piece) for program, array in zip(programs, arrays, strict=True)]
+        for piece in pieces
+    ]
 
 
 def join_checksums(
-    pieces: Sequence[UInt32[Array, " B"]], shape: tuple[int, ...]
+    pieces: Sequence[Sequence[UInt32[Array, " B"]]], shape: tuple[int, ...]
 ) -> UInt32[np.ndarray, "R ..."]:
     """What `checksums` has given, for pages of this shape; waits for the device."""
-    joined = np.concatenate([np.asarray(x).reshape(shape[0], PIECE) for x in pieces], axis=1)
+    totals = [sum(np.asarray(x) for x in arrays) for arrays in pieces]
+    joined = np.concatenate([np.reshape(x, (shape[0], PIECE)) for x in totals], axis=1)
     return joined[:, : math.prod(shape[1:])].reshape(shape)
 
 

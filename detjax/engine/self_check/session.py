@@ -23,7 +23,7 @@ from detjax.models.loading import LoadedModel
 RunsProgram = Callable[..., tuple[Slots, Any]]
 """`run(key, slots, sampling, *host, choice=...) -> (slots, result)`: a launch beside those of
 sequences, with a choice program behind it or None."""
-Checksums = Callable[[np.ndarray], list[jax.Array]]
+Checksums = Callable[[np.ndarray], list[list[jax.Array]]]
 """From pages, int32 [dp, n], to a number for the content of each: `device.checksums`."""
 MOST_PREFILLED = 2
 """New tokens of a probe where a prefill program itself is under test."""
@@ -75,7 +75,7 @@ _Tokens = tuple[int, tuple[int, ...]]
 class _Checksums:
     """Of the pages that the probes may write; waited for when they are wanted."""
 
-    def __init__(self, pieces: list[jax.Array], shape: tuple[int, ...]):
+    def __init__(self, pieces: list[list[jax.Array]], shape: tuple[int, ...]):
         """Of pages of this shape, as `device.checksums` gives them."""
         self._pieces, self._shape = pieces, shape
 

@@ -35,6 +35,7 @@ def check_can_adapt(config: ModelConfig) -> None:
     unsupported = {
         "mixtures of experts": config.experts is not None,
         "norms behind its products": config.norms is not NormPlacement.BEFORE,
+        "linear attention": config.linear_attention is not None,
         "gates by GELU": config.gating is not Gating.SWIGLU,
         "rotary pairs of neighbouring channels": any(rope.is_interleaved for rope in ropes),
         "several projections in one tensor": len(set(names)) < len(names),

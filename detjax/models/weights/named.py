@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
 from detjax.models.params import EMBED_NAME, HEAD_NAME, Params, TensorSpec, param_specs
+from detjax.models.registry import family_named
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import SOURCE_DTYPES, check_conversion, check_dtype
 from detjax.models.weights.load import INERT_TENSORS
 from detjax.models.weights.place import place_tensor, put_expert
-from detjax.models.weights.reading import read_named, readings_by_source
+from detjax.models.weights.reading import own_name, read_named, readings_by_source
 
 STORED_NAMES = {dtype: stored for stored, dtype in SOURCE_DTYPES.items()}
 MAX_NAMED = 3
@@ -129,8 +130,11 @@ def _as_read(
     tensors: Iterable[tuple[str, Any]], config: ModelConfig, dtype: jnp.dtype, *, can_cast: bool
 ) -> Iterator[tuple[str, Any]]:
     """The decoder's tensors, from those of the checkpoint."""
-    plan = readings_by_source(config, dtype)
-    for name, value in map(_pair, tensors):
+    plan, family = readings_by_source(config, dtype), family_named(config.family)
+    for given, value in map(_pair, tensors):
+        name = own_name(given, family)
+        if name is None:
+            continue
         if name not in plan:
             yield name, value
             continue

@@ -72,7 +72,13 @@ def random_tensor(key: jax.Array, *, spec: TensorSpec, dtype: jnp.dtype) -> jax.
     centred = (total + (bits & jnp.uint32(255))).astype(jnp.int32) - jnp.int32(510)
     noise = centred.astype(jnp.float32)  # exact; standard deviation 147.8
     match spec.role:
-        case ParamRole.MATRIX | ParamRole.TABLE | ParamRole.EXPERT:
+        case (
+            ParamRole.MATRIX
+            | ParamRole.TABLE
+            | ParamRole.EXPERT
+            | ParamRole.PROJECTION
+            | ParamRole.FILTER
+        ):
             std = math.sqrt(4 * (256**2 - 1) / 12)
             values = noise * jnp.float32(1 / (std * math.sqrt(spec.hf_shape[1])))
         case ParamRole.GAIN:

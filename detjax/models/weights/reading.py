@@ -6,6 +6,7 @@ the channels of rotary embedding otherwise, or leave a number out of a weight th
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Reading:
         start: The first row that is read.
         num_rows: Rows that are read.
         head_order: Within each head, which channel comes where; empty leaves them as they are.
+        head_rows: Rows of a head in the checkpoint's tensor, of which `head_order` chooses; 0 is
+            as many as it chooses.
         offset: Added to each value.
         scale: Multiplied with the sum.
     """
@@ -49,6 +52,7 @@ class Reading:
     start: int
     num_rows: int
     head_order: tuple[int, ...] = ()
+    head_rows: int = 0
     offset: float = 0.0
     scale: float = 1.0
 
@@ -84,10 +88,12 @@ class Reading:
     @property
     def order(self) -> np.ndarray:
         """Which row of the checkpoint's tensor each row is."""
-        rows = np.arange(self.start, self.start + self.num_rows)
         if not self.head_order:
-            return rows
-        return rows.reshape(-1, len(self.head_order))[:, list(self.head_order)].reshape(-1)
+            return np.arange(self.start, self.start + self.num_rows)
+        num_heads = self.num_rows // len(self.head_order)
+        head_rows = self.head_rows or len(self.head_order)
+        rows = np.arange(self.start, self.start + num_heads * head_rows)
+        return rows.reshape(num_heads, head_rows)[:, list(self.head_order)].reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +189,33 @@ class ReadRows:
 AnyReading = Reading | ExpertReading
 
 
+def own_name(name: str, family: Family | None) -> str | None:
+    """A checkpoint's name of a tensor as the decoder has it; None for one of another part."""
+    if family is None:
+        return name
+    if name.startswith(family.spare_tensors):
+        return None
+    if family.wrapper is not None and name.startswith(family.wrapper.prefix):
+        return "model." + name.removeprefix(family.wrapper.prefix)
+    return name
+
+
+def _own_tensors(
+    tensors: dict[str, StoredTensor], family: Family | None
+) -> dict[str, StoredTensor]:
+    """The decoder's tensors by its names, of a checkpoint that may have other parts."""
+    own: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (plain := own_name(name, family)) is None:
+            continue
+        if plain in own:
+            raise ValueError(
+                f"{tensor.file} holds {name!r}, which is {plain!r} and there, too; keep one"
+            )
+        own[plain] = tensor
+    return own
+
+
 def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     """How each of the decoder's tensors is read that is not the checkpoint's, by its name.
 
@@ -196,10 +229,10 @@ def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     specs = tensor_specs(config, tp=1, vocab_block=1)
     order = head_order(config.rope, config.head_dim)
     found = [
-        reading
-        for layer in specs["layers"]
-        for reading in _layer_readings(family, layer, order, config.gain_offset)
+        reading for layer in specs["layers"] for reading in _layer_readings(family, layer, order)
     ]
+    if config.has_output_gate:
+        found = [_ungated(reading, config.head_dim) for reading in found]
     found += _model_readings(config, family, specs, dtype)
     plan: dict[str, AnyReading] = {it.name: it for it in found if not it.is_plain}
     if family.stacks_experts:
@@ -226,7 +259,7 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
 
 
 def _layer_readings(
-    family: Family, layer: dict[str, TensorSpec], order: tuple[int, ...], gain_offset: float
+    family: Family, layer: dict[str, TensorSpec], order: tuple[int, ...]
 ) -> Iterator[Reading]:
     """Those of one layer, plain ones included. Experts are stored as they are read."""
     rows = {spec.hf_name: spec.hf_shape[0] for spec in layer.values()}
@@ -248,9 +281,27 @@ def _layer_readings(
             start=start,
             num_rows=rows[spec.hf_name],
             head_order=order if name in ROTATED else (),
-            offset=gain_offset if spec.role.value == "gain" else 0.0,
+            offset=spec.offset,
         )
 
+
+def _ungated(reading: Reading, head_dim: int) -> Reading:
+    """Of a `q_proj` whose heads are queries, then gates: which rows a tensor is made of."""
+    is_gate = reading.name.endswith(_GATE_PROJECTION)
+    if not is_gate and not reading.name.endswith(_QUERY_PROJECTION):
+        return reading
+    order = reading.head_order or tuple(range(head_dim))
+    source = reading.source
+    if is_gate:
+        order = tuple(range(head_dim, 2 * head_dim))
+        source = source.replace(_GATE_PROJECTION, _QUERY_PROJECTION)
+    return dataclasses.replace(
+        reading, source=source, source_rows=2 * reading.num_rows, head_order=order,
+        head_rows=2 * head_dim,
+    )  # fmt: skip
+
+
+_QUERY_PROJECTION, _GATE_PROJECTION = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
 
 _GATES, _UPS, _ALL = slice(0, None, 2), slice(1, None, 2), slice(0, None, 1)
 _STACKED = {
@@ -326,6 +377,7 @@ def open_weights(
             "before it was quantised"
         )
     tensors = expand_tensors(open_tensors(folder, stack), quantization)
+    tensors = _own_tensors(tensors, family_named(config.family))
     if not plan:
         return tensors
     if HEAD_NAME in plan and HEAD_NAME in tensors:

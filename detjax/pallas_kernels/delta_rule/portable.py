@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet, one token of one head of keys after the other."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+
+NORM_EPS = 1e-6
+"""Added to the square of a query's or key's length, in every model of this kind."""
+
+
+def write_rows(pages, rows, page_table, positions, layer) -> jax.Array:
+    """Put rows [M, K, X] of new tokens in their pages; padding is dropped."""
+    page_len = pages.shape[4]
+    flat = positions.reshape(-1)
+    blocks = jnp.maximum(positions, 0) // page_len
+    page_ids = jnp.take_along_axis(page_table, blocks, axis=1).reshape(-1)
+    page_ids = jnp.where(flat >= 0, page_ids, pages.shape[1])
+    offsets = jnp.maximum(flat, 0) % page_len
+    return pages.at[layer, page_ids, 0, :, offsets].set(rows, mode="drop")
+
+
+class _Head(NamedTuple):
+    """A head of keys and the values that share it.
+
+    Attributes:
+        filters: [W, Y] float32, the oldest token first.
+        decay: [G, 1] float32, A of each head of values.
+        step: [G, 1] float32.
+        load: The row at a position, [1, X] float32; zeros before the first.
+        key_dim: Channels of a key.
+        dtype: What the convolution is rounded to.
+    """
+
+    filters: jax.Array
+    decay: jax.Array
+    step: jax.Array
+    load: Callable[[jax.Array], jax.Array]
+    key_dim: int
+    dtype: jnp.dtype
+
+    def advance(self, position, state):
+        """The state behind a token, [G, c, C], and what the token reads from it, [G, C]."""
+        (width, num_mixed), dim = self.filters.shape, self.key_dim
+        group, _, value_dim = state.shape
+        # ORDER: ((f0 x0 + f1 x1) + f2 x2) + f3 x3, the oldest token first.
+        rows = [self.load(position - (width - 1) + i) for i in range(width)]
+        mixed = jnp.zeros((1, num_mixed), jnp.float32)
+        for i, row in enumerate(rows):
+            mixed = mixed + self.filters[i : i + 1] * row[:, :num_mixed]
+        gates = rows[-1][:, num_mixed:].reshape(2, group)
+        mixed = round_to(mixed / (1.0 + jnp.exp(-mixed)), self.dtype)  # ROUND: once
+        q, k = mixed[:, :dim], mixed[:, dim : 2 * dim]
+        # ORDER: one fixed-shape sum of squares each; rsqrt, not 1/sqrt.
+        q = q * lax.rsqrt(jnp.sum(q * q, axis=1, keepdims=True) + NORM_EPS) * dim**-0.5
+        k = k * lax.rsqrt(jnp.sum(k * k, axis=1, keepdims=True) + NORM_EPS)
+        q, k = (x.reshape(1, dim, 1) for x in (q, k))
+        v = mixed[:, 2 * dim :].reshape(group, value_dim)
+        beta = 1.0 / (1.0 + jnp.exp(-gates[0].reshape(group, 1)))
+        raw = gates[1].reshape(group, 1) + self.step
+        softplus = jnp.maximum(raw, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(raw)))
+        decay = jnp.exp(-(jnp.exp(self.decay) * softplus))
+        state = state * decay.reshape(group, 1, 1)
+        # ORDER: one fixed-shape sum over the channels of a key, here and in the result.
+        found = jnp.sum(state * k, axis=1)
+        state = state + k * ((v - found) * beta).reshape(group, 1, value_dim)
+        return state, jnp.sum(state * q, axis=1)
+
+
+def delta_rule(
+    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.delta_rule`."""
+    # WHY: the layer is an operand, so that all layers share one compiled kernel.
+    return _delta_rule(
+        rows, filters, gates, row_pages, state_pages, page_table, positions, jnp.int32(layer)
+    )
+
+
+@jax.jit
+def _delta_rule(rows, filters, gates, row_pages, state_pages, page_table, positions, layer):
+    row_pages = write_rows(row_pages, rows, page_table, positions, layer)
+    batch, num_tokens = positions.shape
+    num_keys, group = gates[0].shape
+    operands = (
+        row_pages, filters, *gates, page_table, positions, layer.reshape(1), state_pages,
+    )  # fmt: skip
+    # SHAPE: the bound is hidden from the compiler; the sequences run in order.
+    hidden = lax.optimization_barrier(jnp.int32(batch))
+    everywhere = pl.BlockSpec(memory_space=pl.ANY)
+    out_shape = (batch, num_tokens, num_keys * group, state_pages.shape[5])
+    state_pages, out = pl.pallas_call(
+        _read_states,
+        name="portable_delta_rule",
+        grid=(hidden, num_keys),
+        in_specs=[everywhere] * len(operands),
+        out_specs=[everywhere, everywhere],
+        out_shape=[
+            jax.ShapeDtypeStruct(state_pages.shape, state_pages.dtype),
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        ],
+        input_output_aliases={len(operands) - 1: 0},
+        interpret=True,
+    )(*operands)
+    out = jnp.where(positions.reshape(batch, num_tokens, 1, 1) >= 0, out, 0.0)
+    return out.reshape(-1, *out_shape[2:]), row_pages, state_pages
+
+
+def _read_states(
+    rows_ref, filters_ref, decay_ref, step_ref, table_ref, positions_ref, layer_ref, _, states_ref,
+    out_ref,
+) -> None:  # fmt: skip
+    """All blocks with new tokens of one sequence and one head of keys.
+
+    `states_ref` is the result that has the operand's place: a sequence finds what earlier ones of
+    this call have written.
+    """
+    group, page_len, num_states = decay_ref.shape[1], rows_ref.shape[4], states_ref.shape[2]
+    seq, head, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    heads, block_len = pl.ds(head * group, group), page_len // num_states
+    tokens = positions_ref[seq, :]
+    first, last = tokens[0], jnp.max(tokens)
+
+    def load(position):
+        place = jnp.maximum(position, 0)
+        page = table_ref[seq, place // page_len]
+        row = rows_ref[layer, page, 0, head, pl.ds(place % page_len, 1), :]
+        return jnp.where(position >= 0, row.astype(jnp.float32), 0.0)
+
+    own = _Head(
+        filters=filters_ref[head, :, :].astype(jnp.float32), load=load,
+        decay=decay_ref[head, :].reshape(group, 1), step=step_ref[head, :].reshape(group, 1),
+        key_dim=states_ref.shape[4], dtype=rows_ref.dtype,
+    )  # fmt: skip
+
+    def read_token(position, state):
+        state, out = own.advance(position, state)
+        # What the block had before the first new token is written over by that.
+        out_ref[seq, jnp.maximum(position - first, 0), heads, :] = out
+        return state
+
+    def block_step(block, carry):
+        before = jnp.maximum(block - 1, 0)
+        page, at = table_ref[seq, before // num_states], before % num_states
+        state = jnp.where(block > 0, states_ref[layer, page, at, heads, :, :], 0.0)
+        start = block * block_len
+        stop = jnp.minimum(start + block_len, last + 1)
+        state = lax.fori_loop(start, stop, read_token, state)
+        # Of a block that has more tokens to come nobody reads it.
+        page, at = table_ref[seq, block // num_states], block % num_states
+        states_ref[layer, page, at, heads, :, :] = state
+        return carry
+
+    # A row of padding alone has first = last = -1, and no block.
+    blocks = jnp.maximum(first, 0) // block_len, last // block_len + 1
+    lax.fori_loop(*blocks, block_step, 0)
+
+
+@partial(jax.jit, static_argnames=("eps",))
+def gated_rms_norm(x, z, gain, *, eps: float) -> jax.Array:
+    """See `api.gated_rms_norm`."""
+    num_rows, width = x.shape
+    x, z = pad_axis(x, 0, ROWS), pad_axis(z, 0, ROWS)
+
+    def body(x_ref, z_ref, gain_ref, out_ref):
+        rows = pl.ds(pl.program_id(0) * ROWS, ROWS)
+        v, gate = x_ref[rows, :], z_ref[rows, :].astype(jnp.float32)
+        # ORDER: one fixed-shape row sum; rsqrt, not 1/sqrt.
+        mean_square = jnp.sum(v * v, axis=1, keepdims=True) / width
+        normed = v * lax.rsqrt(mean_square + eps) * gain_ref[...][None, :]
+        out_ref[...] = (normed * (gate / (1.0 + jnp.exp(-gate)))).astype(out_ref.dtype)
+
+    out = run_blocks(
+        body,
+        x,
+        z,
+        gain,
+        name="gated_rms_norm",
+        grid=(x.shape[0] // ROWS,),
+        out_shape=jax.ShapeDtypeStruct(x.shape, z.dtype),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+    return out[:num_rows]

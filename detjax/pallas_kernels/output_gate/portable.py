@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates of attention on blocks of 16 rows and 128 columns."""
+
+import jax
+import jax.numpy as jnp
+
+from detjax.pallas_kernels.swiglu.portable import gate_columns
+
+
+def _sigmoid(g: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp(-g))
+
+
+@jax.jit
+def sigmoid_gate(heads, gate) -> jax.Array:
+    """See `api.sigmoid_gate`."""
+    return gate_columns(jnp.concatenate([gate, heads], axis=1), _sigmoid, name="sigmoid_gate")
