@@ -80,7 +80,6 @@ SCHEDULES = {
     "windows": {
         "mode": "dvr", "max_draft_fraction": 1.0, "verify_window": 6, "decode_steps": 3,
     },
-    "lookup": {"has_prompt_lookup": True, "verify_window": 5},
 }  # fmt: skip
 
 
@@ -98,6 +97,19 @@ def test_answers_are_bitwise_schedule_invariant(name):
     stats = engine.stats()
     assert stats.prefix_tokens > 0
     assert stats.num_preempted > 0 if "num_pages" in SCHEDULES[name] else stats.accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_prompt_lookup_changes_no_bit():
+    """A prompt that repeats, so that drafts are found and verified."""
+    asked = [Request(prompt_token_ids=(1, 2, 3) * 9, sampling=SamplingParams(max_tokens=20))]
+    (want,) = Engine(model(), EngineConfig(**SIZES | {"batch_size": 1})).generate(asked)
+    engine = Engine(model(), EngineConfig(**SIZES, has_prompt_lookup=True, verify_window=5))
+    (got,) = engine.generate(asked)
+    assert got.digest() == want.digest()
+    assert_alone(engine.generate(REQUESTS), "lookup")
+    assert engine.stats().drafts["ngram"].num_windows > 0
 
 
 @pytest.mark.slow
