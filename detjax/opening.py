@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from detjax.compilation.loaded_code import one_moment
 from detjax.defaults import AUTO, NO_CAST
 from detjax.engine.config import EAGLE3
 from detjax.engine.speculative_config import SpeculativeConfig
@@ -71,19 +72,20 @@ def load_on_devices(
         ValueError: If something else does not fit, naming it.
         FileNotFoundError: If a file is missing.
     """
-    placement = choose_placement(
-        load_config(folder), profile, backend=backend, dp=dp, tp=tp, num_processes=num_processes
-    )
-    model = load_model(
-        str(folder),
-        profile=profile,
-        mesh=placement.mesh,
-        backend=placement.backend,
-        progress=progress,
-        cast_weights=cast_weights,
-        quantized_weights=quantized_weights,
-        max_len=max_len,
-    )
+    with one_moment():
+        placement = choose_placement(
+            load_config(folder), profile, backend=backend, dp=dp, tp=tp, num_processes=num_processes
+        )
+        model = load_model(
+            str(folder),
+            profile=profile,
+            mesh=placement.mesh,
+            backend=placement.backend,
+            progress=progress,
+            cast_weights=cast_weights,
+            quantized_weights=quantized_weights,
+            max_len=max_len,
+        )
     return model, placement.reason
 
 

@@ -31,7 +31,7 @@ from jax._src import config as jax_config  # WHY: what tracing depends on has no
 from detjax.compilation.donation import compile_checked
 from detjax.compilation.executable_form import read_executable, write_executable
 from detjax.compilation.kept_programs import VerifiedCache, compiled_anew, opened_folder
-from detjax.compilation.loaded_code import UnknownCodeError, loaded_code_hash
+from detjax.compilation.loaded_code import Root, UnknownCodeError, loaded_code_hash, now
 from detjax.compilation.read_ahead import ReadAhead
 from detjax.compilation.source import compile_key
 
@@ -56,14 +56,14 @@ class Executable:
         options: Of the compiler.
         operands: Shapes of the arguments, with their shardings.
         devices: Where the program runs.
-        root: Name of the module that the program is traced from.
+        root: Names of the modules that the program is traced from.
         traced_from: Whatever else the program depends on.
     """
 
     options: dict[str, Any]
     operands: Any
     devices: tuple[jax.Device, ...]
-    root: str
+    root: Root
     traced_from: tuple[Any, ...]
 
     def name(self, asked: int | None) -> str | None:
@@ -121,7 +121,7 @@ def compile_or_read(
         return found
     with compiled_anew():
         compiled = compile_checked(lower(), options, devices)
-    if program.name(None) == before:
+    if program.name(now()) == before:
         _keep(folder, before, compiled)
         LOG.debug("kept %s", before)
         _note(ahead, folder, before)
@@ -141,12 +141,12 @@ def _is_proven(num_devices: int, platform: str) -> bool:
     return num_devices <= 2 or platform == "cpu"
 
 
-def read_ahead(devices: Sequence[jax.Device], *, root: str, asked_of: Sequence[Any]) -> None:
+def read_ahead(devices: Sequence[jax.Device], *, root: Root, asked_of: Sequence[Any]) -> None:
     """Read, in threads, the executables that the last process used that asked for the same.
 
     Args:
         devices: Where programs will run.
-        root: Name of the module that asks.
+        root: Names of the modules that ask.
         asked_of: What the process starts: a model, and how it runs.
     """
     folder = _folder_for(devices)
@@ -178,41 +178,43 @@ def _note(ahead: ReadAhead | None, folder: VerifiedCache, name: str) -> None:
         LOG.debug("%s is not noted: %s", folder.file(name), error)
 
 
-def find_or_ask(ask: Callable[[], str | None], *, root: str, asked_of: Sequence[Any]) -> str | None:
+def find_or_ask(
+    ask: Callable[[], str | None], *, root: Root, asked_of: Sequence[Any]
+) -> str | None:
     """Return what an earlier process was answered, or ask, and keep the answer.
 
     For questions that need seconds of tracing, where nothing but code and settings decides.
 
     Args:
         ask: Gives a text or None.
-        root: Name of the module that the answer comes from.
+        root: Names of the modules that the answer comes from.
         asked_of: Whatever else it depends on.
     """
     folder = opened_folder()
     if folder is None:
         return ask()
 
-    def name() -> str | None:
+    def name(asked: int | None) -> str | None:
         try:
-            return _name("answer", root, asked_of, [])
+            return _name("answer", root, asked_of, [], asked)
         except UnknownCodeError as error:
             LOG.debug("no answer is kept: %s", error)
             return None
 
-    before = name()
+    before = name(None)
     held = None if before is None else folder.get(before)
     if held is not None:
         LOG.debug("answered by %s", before)
         return json.loads(held)
     answer = ask()
-    if before is not None and name() == before:
+    if before is not None and name(now()) == before:
         _put(folder, before, json.dumps(answer).encode())
     return answer
 
 
 def _name(
     kind: str,
-    root: str,
+    root: Root,
     made_from: Sequence[Any],
     described: Sequence[str],
     asked: int | None = None,

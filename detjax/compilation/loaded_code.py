@@ -6,6 +6,8 @@ notebook has set, a function that a test has replaced, a file that was edited af
 What depends on the code that runs, as a kept executable does, needs this hash beside that one.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -14,12 +16,13 @@ import importlib
 import inspect
 import itertools
 import logging
+import os
 import re
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +52,32 @@ class UnknownCodeError(ValueError):
     """A value that a hash of loaded code cannot tell from another."""
 
 
+Root = str | tuple[str, ...]
+"""The name of a module of this package, or of several."""
+
+
 @functools.cache
-def reached_modules(root: str) -> tuple[str, ...]:
-    """Names of the modules of this package that a module imports, itself or through others.
+def reached_modules(root: Root) -> tuple[str, ...]:
+    """Names of the modules of this package that modules import, themselves or through others.
 
     As their files say, inside functions too, so that every process has the same list.
     """
     names: set[str] = set()
-    todo = [root]
+    todo = [root] if isinstance(root, str) else list(root)
     while todo:
         name = todo.pop()
-        path = _file(name)
-        if name not in names and path is not None:
+        if name not in names and _file(name) is not None:
             names.add(name)
-            todo += _imported(path.read_text(encoding="utf-8"))
+            todo += _imports_of(name)
     return tuple(sorted(names))
+
+
+@functools.cache
+def _imports_of(module: str) -> tuple[str, ...]:
+    """What the file of a module imports."""
+    path = _file(module)
+    assert path is not None
+    return tuple(_imported(path.read_text(encoding="utf-8")))
 
 
 _IMPORT = re.compile(
@@ -85,28 +99,60 @@ def _imported(text: str) -> Iterator[str]:
 
 
 def _file(module: str) -> Path | None:
-    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
-    files = path.with_suffix(".py"), path / "__init__.py"
-    return next((file for file in files if file.exists()), None)
+    return _files().get(module)
+
+
+@functools.cache  # WHY: a start asks of thousands of names whether there is such a file
+def _files() -> dict[str, Path]:
+    """The file of each module of this package."""
+    root, found = Path(__file__).parents[1], {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                parts = (PACKAGE, *path.relative_to(root).with_suffix("").parts)
+                found[".".join(parts[:-1] if name == "__init__.py" else parts)] = path
+    return found
 
 
 def this_moment() -> int:
     """A moment, for those who ask `loaded_code_hash` several times for one request."""
+    begun = _begun().get()
+    return now() if begun is None else begun
+
+
+def now() -> int:
+    """A moment that comes after all others, also inside `one_moment`."""
     return _module_hashes().moment()
 
 
-def loaded_code_hash(root: str, *values: Any, asked: int | None = None) -> str:
-    """Hash what a module and the modules that it reaches hold now, and some values.
+@contextlib.contextmanager
+def one_moment() -> Iterator[None]:
+    """What this thread asks for meanwhile is one request, of the moment in which it begins."""
+    token = _begun().set(this_moment())
+    try:
+        yield
+    finally:
+        _begun().reset(token)
+
+
+@functools.cache  # WHY: not a constant of this module: those count
+def _begun() -> contextvars.ContextVar[int | None]:
+    return contextvars.ContextVar("_begun", default=None)
+
+
+def loaded_code_hash(root: Root, *values: Any, asked: int | None = None) -> str:
+    """Hash what modules and the modules that they reach hold now, and some values.
 
     Functions count by their bytecode, defaults and closures; classes by what they define; other
     values by what they hold; what a library defines by its name. Lines, files and annotations do
     not count.
 
     Args:
-        root: Name of a module of this package.
+        root: Name of a module of this package, or names of several.
         values: Whatever else should count.
         asked: A moment, as `this_moment` gives it; modules count as they were at some time after
-            it. Now if None.
+            it. `this_moment()` if None.
 
     Returns:
         64 hexadecimal digits; the same in every process that has loaded the same.
@@ -115,11 +161,14 @@ def loaded_code_hash(root: str, *values: Any, asked: int | None = None) -> str:
         UnknownCodeError: Naming a value of which nothing tells whether it is the same in another
             process, such as a function from outside the package.
     """
-    walk = _Walk(reached_modules(root))
-    walk.add(_module_hashes().get(root, asked), "the modules")
+    hashes = _module_hashes()
+    modules = hashes.reached(root)
+    walk = _Walk(modules)
+    walk.add(hashes.get(modules, asked), "the modules")
     for value in values:
         walk.add(value, "an argument")
-    return walk.total.hexdigest()
+    _check_named(walk.named, modules)
+    return walk.digest()
 
 
 class _ModuleHashes:
@@ -127,27 +176,35 @@ class _ModuleHashes:
 
     def __init__(self) -> None:
         self._moments = itertools.count()
-        self._walking = threading.Lock()
-        self._last: dict[str, tuple[int, str]] = {}
+        self._reaching, self._walking = threading.Lock(), threading.Lock()
+        self._last: dict[str, tuple[int, str, dict[str, str]]] = {}
 
     def moment(self) -> int:
         return next(self._moments)
 
-    def get(self, root: str, asked: int | None) -> str:
-        """Hash what the modules hold at some time after a moment, by default that of the call.
+    def reached(self, root: Root) -> tuple[str, ...]:
+        """As `reached_modules`, for several threads that ask at once."""
+        with self._reaching:
+            return reached_modules(root)
 
-        Threads that ask while another walks share the walk that begins when it is done.
+    def get(self, modules: tuple[str, ...], asked: int | None) -> str:
+        """Hash what modules hold at some time after a moment, by default `this_moment()`.
+
+        Threads that ask while another walks share the walks that begin when it is done. Modules
+        that are reached from several roots are walked once for all of them.
         """
-        asked = self.moment() if asked is None else asked
+        asked = this_moment() if asked is None else asked
+        total = hashlib.sha256()
         with self._walking:
-            if root in self._last and self._last[root][0] > asked:
-                return self._last[root][1]
-            begun, modules = self.moment(), reached_modules(root)
-            walk = _Walk(modules)
             for name in modules:
-                walk.add_module(importlib.import_module(name))
-            self._last[root] = begun, walk.total.hexdigest()
-            return self._last[root][1]
+                if name not in self._last or self._last[name][0] <= asked:
+                    begun, walk = self.moment(), _Walk(modules)
+                    walk.add_module(importlib.import_module(name))
+                    self._last[name] = begun, walk.digest(), walk.named
+                _, digest, named = self._last[name]
+                _check_named(named, modules)
+                total.update(digest.encode())
+        return total.hexdigest()
 
 
 @functools.cache  # WHY: not a constant of this module: those count
@@ -157,22 +214,50 @@ def _module_hashes() -> _ModuleHashes:
 
 @functools.cache  # WHY: code never changes, and is three quarters of what a walk has to hash
 def _code_digest(code: types.CodeType) -> bytes:
-    walk = _Walk(())
+    total = hashlib.sha256()
     for name in _CODE_FIELDS:
-        walk.add(getattr(code, name), code.co_name)
-    return walk.total.digest()
+        total.update(repr(_plain_constant(getattr(code, name))).encode() + b"\n")
+    return total.digest()
+
+
+def _plain_constant(value: Any) -> Any:
+    """A constant of code as a value whose text tells it from any other."""
+    if isinstance(value, types.CodeType):
+        return "code", _code_digest(value)
+    if isinstance(value, tuple):
+        return tuple(map(_plain_constant, value))
+    if isinstance(value, frozenset):
+        return "set", sorted(repr(_plain_constant(part)) for part in value)
+    return ("plain", value) if isinstance(value, str) else value
+
+
+def _check_named(named: Mapping[str, str], modules: Collection[str]) -> None:
+    """Raise `UnknownCodeError` if a value counts by the name of a module that is not walked."""
+    for module, where in named.items():
+        if module not in modules:
+            raise UnknownCodeError(f"{where} is from {module}")
 
 
 class _Walk:
-    """One pass over values. A value that comes again counts by its number."""
+    """One pass over values. A value that comes again counts by its number.
+
+    What another module of the package has under the name that it was defined with counts by that
+    name: that module is walked by itself.
+
+    Attributes:
+        named: Modules of such names, and where the first was found.
+    """
 
     def __init__(self, modules: Iterable[str]):
-        self.total = hashlib.sha256()
+        self._parts: list[str] = []
         self._modules = frozenset(modules)
+        self._module = ""
+        self.named: dict[str, str] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no other value gets the id of one that was seen
 
     def add_module(self, module: types.ModuleType) -> None:
+        self._module = module.__name__
         self._put("module", module.__name__)
         for name, value in sorted(vars(module).items()):
             is_own = name.startswith("__") and name.endswith("__")
@@ -181,10 +266,29 @@ class _Walk:
                 self._put(name)
                 self.add(value, f"{module.__name__}.{name}")
 
-    def _put(self, *parts: object) -> None:
-        for part in parts:
-            held = part if isinstance(part, bytes) else str(part).encode()
-            self.total.update(len(held).to_bytes(8, "little") + held)
+    def _is_named(self, value: Any, where: str) -> bool:
+        """Count what another module of the package defines by its name there, if it is that."""
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(name, str) or module == self._module:
+            return False
+        if not module.startswith(f"{PACKAGE}.") or module not in self._modules:
+            return False
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not value:
+            return False
+        self.named.setdefault(module, where)
+        self._put("named", module, name)
+        return True
+
+    def digest(self) -> str:
+        """Of all that was counted."""
+        held = "".join([f"{len(part)} {part}\n" for part in self._parts])
+        return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def _put(self, *parts: str) -> None:
+        self._parts += parts
 
     def add(self, value: Any, where: str) -> None:
         """Count a value; `where` is for people."""
@@ -193,13 +297,15 @@ class _Walk:
             self._put(kind.__name__, repr(value))
             return
         if id(value) in self._numbers:
-            self._put("again", self._numbers[id(value)])
+            self._put("again", str(self._numbers[id(value)]))
             return
         self._numbers[id(value)] = len(self._numbers)
         self._kept.append(value)
+        if callable(value) and self._is_named(value, where):
+            return
         self._put(kind.__module__, kind.__qualname__)
         if isinstance(value, types.CodeType):
-            self._put(_code_digest(value))
+            self._put(_code_digest(value).hex())
         elif isinstance(value, types.ModuleType):
             self._put(self._known(value.__name__, where))
         elif isinstance(value, type):
@@ -279,12 +385,12 @@ class _Walk:
             parts = [type(value), *(getattr(value, name, None) for name in names)]
         elif isinstance(value, re.Pattern):
             parts = value.pattern, value.flags
+        elif type(value).__module__ in self._modules and not hasattr(type(value), "__slots__"):
+            parts = type(value), vars(value)
         elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
-            parts = str(value.dtype), value.shape, value.tobytes()
+            parts = str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()
         elif callable(value) and hasattr(value, "__wrapped__"):  # of jit, of a cache
             parts = [value.__wrapped__]  # pyright: ignore[reportFunctionMemberAccess]
-        elif type(value).__module__ in self._modules and not hasattr(value, "__slots__"):
-            parts = type(value), vars(value)
         else:
             return False
         self._put("holds")

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 from jax._src.pallas import mpmd  # WHY: the primitive of a kernel, and its lowering, are not public
-from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
@@ -54,6 +53,8 @@ def _lower_kernel(ctx: mlir.LoweringRuleContext, *operands, **params) -> Sequenc
     kept, key = _kept(), _key(ctx, params)
     program = kept.get(key)
     if program is not None:
+        from jax.experimental.mosaic import gpu as mgpu  # WHY: slow, and no CPU needs it
+
         # As JAX's rule does: those who read the kernel need its dialect in the context.
         mgpu.dialect.register_dialect(ctx.module_context.context)
         return _emit(program, operands)

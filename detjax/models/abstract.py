@@ -16,6 +16,7 @@ from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_sp
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.parallel.exchange import modules_of
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PROBED_LENGTHS = (1, 100, 200, 1000)
@@ -76,7 +77,7 @@ def why_weights_unsupported(
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     return find_or_ask(
         lambda: _why_not_traced(config, profile, backend, tp, params, specs),
-        root=__name__,
+        root=(__name__, *modules_of(backend)),
         asked_of=(config, profile, backend, tp, KERNELS[backend], repr(params)),
     )
 
@@ -87,7 +88,7 @@ def _why_not_here(
 ) -> str | None:
     return find_or_ask(
         lambda: _why_not_traced(config, profile, backend, tp),
-        root=__name__,
+        root=(__name__, *modules_of(backend)),
         asked_of=(config, profile, backend, tp, kernels),  # another set is another question
     )
 

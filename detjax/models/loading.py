@@ -50,7 +50,12 @@ from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fing
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.distributed import connect_devices
-from detjax.parallel.exchange import EXCHANGE_SPECS, open_exchange, why_no_exchange
+from detjax.parallel.exchange import (
+    EXCHANGE_SPECS,
+    modules_of,
+    open_exchange,
+    why_no_exchange,
+)
 from detjax.parallel.mesh import TP_AXIS
 
 LOG = logging.getLogger(__name__)
@@ -333,7 +338,7 @@ def place_model(
     connect_devices(mesh)
     read_ahead(
         list(mesh.devices.flat),
-        root=__name__,
+        root=(__name__, *modules_of(backend)),
         asked_of=(config, profile, backend, weight_cast, quantization, max_len, repr(mesh)),
     )
     if max_len is not None and max_len < config.max_position_embeddings:

@@ -55,6 +55,7 @@ from detjax.pallas_kernels.sampling.sm90 import gumbel_scores as gumbel_scores
 from detjax.pallas_kernels.sampling.sm90 import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.sm90_choice import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_token
+from detjax.pallas_kernels.sm90_here import why_not_here as why_not_here
 from detjax.pallas_kernels.softcap.sm90 import softcap as softcap
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
 
@@ -71,17 +72,6 @@ withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"
 )
-
-
-def why_not_here() -> str | None:
-    """It needs a GPU of compute capability 9.0, which alone has wgmma."""
-    try:
-        gpu = jax.devices(Backend.SM90.platform)[0]
-    except RuntimeError:
-        return "no GPU that JAX can use"
-    if gpu.compute_capability != "9.0":
-        return f"{gpu.device_kind} is not a Hopper GPU (sm_90)"
-    return None
 
 
 def where_it_runs() -> str:

@@ -20,6 +20,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_ptx as ptx
+from detjax.pallas_kernels.hopper_sums import NUM_PARTS
 from detjax.pallas_kernels.sm90_hardware import LANES, WARP
 
 
@@ -350,10 +351,6 @@ def keep_warp_values(values, ref, math: Arithmetic) -> None:
         memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), ptx.warp())])
 
     emit(values, ref)
-
-
-NUM_PARTS = 3
-"""bfloat16 values whose sum is a float32: 8 significant bits each, of 24."""
 
 
 def split_bf16(x, math: Arithmetic) -> list:

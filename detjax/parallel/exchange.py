@@ -12,7 +12,7 @@ Three forms of the same additions; which one runs is chosen by size and hardware
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Activation, Array, Float32, Int32, UInt32
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS, LazyModule, module_name
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
-from detjax.parallel import sm90_exchange_kernels
 from detjax.parallel.collectives import scatter_expert_rows
 from detjax.parallel.mailbox import Mailbox
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -105,8 +105,15 @@ class ExchangeKernel(Protocol):
         ...
 
 
-EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {Backend.SM90: sm90_exchange_kernels}
+EXCHANGE_KERNELS: dict[Backend, ExchangeKernel] = {
+    Backend.SM90: cast(ExchangeKernel, LazyModule(f"{__package__}.sm90_exchange_kernels"))
+}
 """Of the backends that have one; others exchange through XLA's collectives."""
+
+
+def modules_of(backend: Backend) -> tuple[str, ...]:
+    """Names of the modules that a backend runs and no other: roots of a hash of its code."""
+    return module_name(KERNELS[backend]) + module_name(EXCHANGE_KERNELS.get(backend))
 
 
 @jax.tree_util.register_dataclass

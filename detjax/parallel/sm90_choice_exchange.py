@@ -19,8 +19,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import first_operand
 from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, ROW_SCRATCH, row_log_sum_exp
-from detjax.pallas_kernels.sampling.sm90 import first_operand
 from detjax.pallas_kernels.sampling.sm90_choice import (
     MERGE_SCRATCH,
     ScoredParts,

@@ -65,6 +65,7 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.taps import FeatureTaps
 from detjax.parallel.distributed import gather_replicas
+from detjax.parallel.exchange import modules_of
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 _OPERANDS = {"prefill": PrefillOperands, "decode": DecodeOperands, "verify": VerifyOperands}
@@ -334,11 +335,16 @@ class ProgramCache:
             options=FAST_OPTIONS if key.mode == "fast" else EXACT_OPTIONS,
             operands=self.operands(key, params),
             devices=tuple(self._model.mesh.devices.flat),
-            root=__name__,
+            root=self._roots,
             traced_from=(type(self), sorted(vars(self)), key, self._context, self._candidates,
                          self.sizes, repr(self._model.mesh), self._specs(key),
                          *self._feature_layers(key)),
         )  # fmt: skip
+
+    @property
+    def _roots(self) -> tuple[str, ...]:
+        """Modules that programs are traced from: this one reaches the candidates as well."""
+        return __name__, *modules_of(self._model.backend)
 
     def is_kept(self, key: ProgramKey, params: dict) -> bool:
         """Whether an earlier process has kept a program, so that it need not be compiled."""
@@ -369,7 +375,7 @@ class ProgramCache:
             options=FAST_OPTIONS if is_fast else EXACT_OPTIONS,
             operands=program.operands,
             devices=tuple(self._model.mesh.devices.flat),
-            root=__name__,  # which reaches the candidates as well
+            root=self._roots,
             traced_from=(*described_by, key, self._context, self._candidates, self.sizes,
                          repr(self._model.mesh), program.specs),
         )  # fmt: skip

@@ -13,6 +13,9 @@ import numpy as np
 
 CHUNK_BYTES = 1024
 BLOCK_BYTES = 64
+UNIT_CHUNKS = 256
+UNIT_BYTES = UNIT_CHUNKS * CHUNK_BYTES
+"""The subtree that a GPU hashes whole."""
 CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
 
 IV = (

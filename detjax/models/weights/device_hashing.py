@@ -15,11 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.models.weights import blake3
+from detjax.models.weights.blake3 import UNIT_CHUNKS
 from detjax.pallas_kernels import sm90_rows as rows
-
-UNIT_CHUNKS = 256
-UNIT_BYTES = UNIT_CHUNKS * blake3.CHUNK_BYTES
-"""The subtree that a GPU hashes whole."""
 
 WINDOW_UNITS = 128
 """Units of a call. A call needs 32 MiB of memory beside the array, and all arrays one program."""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from detjax.models.config import ModelConfig
 from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
 from detjax.models.weights import blake3
-from detjax.models.weights.device_hashing import UNIT_BYTES, hash_units
+from detjax.models.weights.blake3 import UNIT_BYTES
 from detjax.pallas_kernels.linear.quantized import (
     AnyMatrix,
     QuantizedMatrix,
@@ -24,7 +24,6 @@ from detjax.pallas_kernels.linear.quantized import (
     expanded,
     is_quantized,
 )
-from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -103,7 +102,11 @@ def _expanded(array: AnyMatrix) -> jax.Array:
     if not isinstance(array, QuantizedMatrix):
         return jax.jit(expanded)(array) if isinstance(array, W8A8Matrix) else array
     is_whole = len(array.codes.sharding.device_set) == 1
-    return expand(array) if is_whole and _is_on_hopper(array) else jax.jit(expanded)(array)
+    if not (is_whole and _is_on_hopper(array)):
+        return jax.jit(expanded)(array)
+    from detjax.pallas_kernels.linear.sm90_expand import expand  # WHY: it imports Mosaic
+
+    return expand(array)
 
 
 def _runs(tensor: TensorSpec) -> list:
@@ -176,6 +179,10 @@ def _device_hashes(
     placed: list[tuple[AnyMatrix, list[_Place]]],
 ) -> list[list[str]]:
     """BLAKE3 of each tensor of each parameter, from units that a GPU hashes."""
+    if not placed:
+        return []
+    from detjax.models.weights.device_hashing import hash_units  # WHY: it imports Mosaic
+
     trees: list[np.ndarray] = []
     for array, places in placed:
         firsts = np.zeros(_num_bytes(array) // UNIT_BYTES, np.int64)
@@ -184,5 +191,5 @@ def _device_hashes(
         # Replicas of "dp" hold the same.
         units = hash_units(_expanded(array).addressable_shards[0].data, firsts)
         trees += [units[place.start : place.start + place.num_units] for place in places]
-    found = iter(blake3.roots(trees) if trees else [])
+    found = iter(blake3.roots(trees))
     return [[next(found).hex() for _ in places] for _, places in placed]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.attention.sm90_arithmetic import BLOCK, score_scale
+from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rope.reference import rope_into_cache
@@ -39,17 +39,17 @@ def attention(
             "attention of the reference backend is of bfloat16 or float32, not of "
             f"{q.dtype} with {pages.dtype}; use portable"
         )
-    if channels % 16 or profile.attention_block != BLOCK:
+    if channels % 16 or profile.attention_block != KEY_BLOCK:
         raise NotImplementedError(
             f"attention of the reference backend has a multiple of 16 {channels=} and "
-            f"{profile.attention_block=} of {BLOCK}; use portable"
+            f"{profile.attention_block=} of {KEY_BLOCK}; use portable"
         )
     layer_operand = jnp.asarray(layer, jnp.int32).reshape(1)
     of_heads = jnp.zeros((0,)) if sinks is None else sinks
     return call(
         "attention", jax.ShapeDtypeStruct(q.shape, q.dtype),
         q, pages, page_table, positions, layer_operand, of_heads.astype(jnp.float32),
-        window=window or 0, blocks_per_split=profile.attention_split // BLOCK,
+        window=window or 0, blocks_per_split=profile.attention_split // KEY_BLOCK,
         scale=np.float32(score_scale(channels)),
     )  # fmt: skip
 

@@ -23,20 +23,16 @@ from jaxlib.mlir.dialects import llvm
 from detjax.numerics import LOG2_E
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.hopper_sums import KEY_BLOCK
 from detjax.pallas_kernels.sm90_hardware import LANES
 
-BLOCK = 128  # keys of one online-softmax step, and of one page
+BLOCK = KEY_BLOCK  # keys of one online-softmax step, and of one page
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma instruction
 EMPTY_MAX = -1e30
 """The running maximum before any key. Finite, so that subtracting it from itself is 0, not NaN."""
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256)
 """Of the kernels of attention."""
-
-
-def score_scale(channels: int) -> float:
-    """Multiply scores by this, then take exp2."""
-    return float(np.float32(LOG2_E * channels**-0.5))
 
 
 def channel_span(channels: int) -> int:

@@ -24,6 +24,7 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Memory,
     Run,
 )
+from detjax.pallas_kernels.hopper_sums import score_scale
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
@@ -110,7 +111,7 @@ class Turn:
         if is_masked:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
-        scale = bits.score_scale(job.channels)
+        scale = score_scale(job.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         return (
             m,

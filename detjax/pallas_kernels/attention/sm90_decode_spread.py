@@ -31,6 +31,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
+from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 from detjax.pallas_kernels.sm90_ptx import read_now
@@ -265,7 +266,7 @@ class _Cta:
             self.new_token.put(shared.kept, 0, shared.k.at[slot], page, offset)
 
         scores = self.scores(slot, block)
-        scale = bits.score_scale(self.job.channels)
+        scale = score_scale(self.job.channels)
         block_max = math.mul(jnp.max(scores, axis=1), math.full((bits.ROWS,), scale))
         self.exchange.send_rows(block_max, maxima, self.place.part, self.place.group, 0, math)
         self.exchange.meet(0, turn, SPREAD * SENT_ROWS * 4)

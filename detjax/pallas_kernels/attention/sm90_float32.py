@@ -22,6 +22,7 @@ from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job
 from detjax.pallas_kernels.attention.sm90_decode_listed import merge_splits
+from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.linear.sm90_float32 import split_rows
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
@@ -446,7 +447,7 @@ def _softmax_step(math: bits.AttentionArithmetic, scores: list, m, weight_sum, s
 def _compute(tiles: Tiles, work: TileWork, refs) -> None:
     """The multiplying warpgroup: blocks of a split in order, splits left to right."""
     math = bits.accumulator_arithmetic(tiles.is_interpreted)
-    scale = bits.score_scale(tiles.channels)
+    scale = score_scale(tiles.channels)
     tile_row = lax.div(work.first_row, jnp.int32(tiles.rows))
     tile = lax.rem(tile_row, jnp.int32(tiles.num_tiles))
     row_pos = math.load(refs.arrays.positions.at[work.seq, pl.ds(tile * bits.ROWS, bits.ROWS)])

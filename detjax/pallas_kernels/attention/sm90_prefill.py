@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
@@ -379,7 +380,7 @@ class _Tile:
         starts = lax.rem(j, per_split) == 0
         m = math.choose(starts, math.full((bits.ROWS,), bits.EMPTY_MAX), m)
         weight_sum = math.choose(starts, math.full((bits.ROWS,), 0.0), weight_sum)
-        scale = bits.score_scale(cta.plan.channels)
+        scale = score_scale(cta.plan.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         weights_smem = cta.shared.weights.at[cta.wg] if cta.plan.is_interpreted else None
         weights = bits.operand(weights, cta.plan.dtype, weights_smem)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.numerics import Reduction
+from detjax.pallas_kernels.hopper_sums import NUM_PARTS
 from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     LARGEST,
@@ -21,7 +22,6 @@ from detjax.pallas_kernels.rms_norm.reference import (
     join,
     rms_norm,
 )
-from detjax.pallas_kernels.sm90_rows import NUM_PARTS
 from detjax.pallas_kernels.swiglu.reference import swiglu
 
 

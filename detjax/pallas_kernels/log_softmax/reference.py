@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK
+from detjax.pallas_kernels.hopper_sums import LOGIT_BLOCK
 from detjax.pallas_kernels.reference_library import call
 
 

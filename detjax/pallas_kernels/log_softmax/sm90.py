@@ -15,10 +15,8 @@ from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import LOGIT_BLOCK
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
-
-LOGIT_BLOCK = 128
-"""Logits of a block: 32 lanes of 4."""
 
 
 def block_tile(num_blocks: int, interpret: bool) -> rows.Tile:

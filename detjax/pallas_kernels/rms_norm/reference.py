@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.pallas_kernels.hopper_sums import row_sum
 from detjax.pallas_kernels.reference_library import call
-from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
 def check_dtypes(x, w) -> None:

@@ -21,46 +21,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import memref
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import row_sum
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowSum:
-    """How a row of `width` channels is added up: of `width` alone.
-
-    Attributes:
-        is_wide: Whether a row is chunks of a whole warpgroup; else `lanes` threads have a row.
-        vec_len: Neighbouring channels of one thread.
-        lanes: Threads of a narrow row.
-        num_parts: Chunks of a wide row; column parts of a narrow one (halves, as RoPE has them).
-    """
-
-    is_wide: bool
-    vec_len: int
-    lanes: int
-    num_parts: int
-
-
-def row_sum(width: int) -> RowSum:
-    """The fixed structure of the sum over `width` channels.
-
-    Raises:
-        ValueError: If no structure is defined for this width.
-    """
-    if width < 64 or width > 8192 or width % (32 if width <= 256 else 64):
-        raise ValueError(
-            "sm90 RMSNorm needs a multiple of 32 channels from 64 to 256, or of 64 up to 8192, "
-            f"not {width}"
-        )
-    if width <= 256:
-        half = width // 2
-        vec_len = next(v for v in (8, 4, 2) if half % (8 * v) == 0)
-        return RowSum(is_wide=False, vec_len=vec_len, lanes=8, num_parts=2)
-    if width % rows.LANES == 0:
-        vec_len = next(v for v in (8, 4, 2, 1) if width % (rows.LANES * v) == 0)
-        chunks = width // (rows.LANES * vec_len)
-        return RowSum(is_wide=True, vec_len=vec_len, lanes=rows.LANES, num_parts=chunks)
-    return RowSum(is_wide=False, vec_len=2, lanes=32, num_parts=1)
 
 
 def narrow_scale(parts: list, tile: rows.Tile, *, width: int, eps: float):

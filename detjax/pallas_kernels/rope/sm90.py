@@ -11,12 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import RowSum, row_sum
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 from detjax.pallas_kernels.rope.rotation import Rotation
 
 
-def row_form(channels: int) -> norm.RowSum:
+def row_form(channels: int) -> RowSum:
     """How a head lies in registers: as two halves, as the narrow rows of `rms_norm`.
 
     Raises:
@@ -26,7 +27,7 @@ def row_form(channels: int) -> norm.RowSum:
         raise ValueError(
             f"sm90 rope needs heads of a multiple of 32 channels from 64 to 256, not {channels}"
         )
-    return norm.row_sum(channels)
+    return row_sum(channels)
 
 
 def _tile(num_heads: int, channels: int, interpret: bool) -> rows.Tile:

@@ -4,14 +4,13 @@
 import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.hopper_sums import LOGIT_BLOCK, first_operand
 from detjax.pallas_kernels.log_softmax.reference import (
     block_stats,
     log_probs,
     log_sum_exp,
 )
-from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK
 from detjax.pallas_kernels.reference_library import call
-from detjax.pallas_kernels.sampling.sm90 import first_operand
 
 
 def adjust_logits(logits, bias, uses, factors, penalties) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.extend.mlir.dialects import arith, vector
 from jax.extend.mlir.dialects import math as mlir_math
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import first_operand
 from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, block_tile
 from detjax.pallas_kernels.sampling import noise
 
@@ -50,11 +51,6 @@ def scores_of(x, bits, temperature, tile: rows.Tile):
     log1p = math.apply(lambda v: mlir_math.log1p(v), jnp.log1p, -noise.uniform(bits))
     drawn = -jnp.log(-log1p)
     return math.add(math.divide(x, math.full(x.shape, temperature)), drawn)
-
-
-def first_operand(first_token_id) -> jax.Array:
-    """The token of the first column, as an operand."""
-    return jnp.asarray(first_token_id, jnp.int32).reshape(1)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.hopper_sums import first_operand
 from detjax.pallas_kernels.log_softmax.sm90 import LOGIT_BLOCK, block_tile, stats_of
 from detjax.pallas_kernels.sampling import sm90_reach
 from detjax.pallas_kernels.sampling.sm90 import (
     bits_of,
-    first_operand,
     ids_of,
     num_blocks,
     scores_of,
