@@ -25,6 +25,7 @@ from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import NO_TRACE, TracesEvents
 from detjax.models.config import ModelConfig
 from detjax.models.tokenizer import Tokenizer
+from detjax.models.tokenizer_files import start_template_of
 from detjax.progress import Progress
 
 if TYPE_CHECKING:  # imports JAX
@@ -159,6 +160,8 @@ def read_model_files(args: GenerateArgs) -> ModelFiles:
     check_name(args.model)
     with bad_input("--model: "):
         folder = find_model(args.model, revision=args.revision)
+        if args.chat and args.chat_template is None:
+            start_template_of(folder)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
     check_drafts(args.speculative_config)
     if args.chat_template is not None:

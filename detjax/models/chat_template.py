@@ -89,6 +89,11 @@ def render_template(
     return _renderer(template).render(told, own)
 
 
+def start_template(template: str) -> None:
+    """Start the process of a template, in a thread, for whoever will soon render with it."""
+    threading.Thread(target=_renderer(template).start, daemon=True).start()
+
+
 @functools.lru_cache(maxsize=16)
 def _renderer(template: str) -> "_Renderer":
     return _Renderer(template)
@@ -102,6 +107,14 @@ class _Renderer:
         self._processes: list[subprocess.Popen[bytes]] = []  # one or none
         self._lock = threading.Lock()
         weakref.finalize(self, _end_all, self._processes)
+
+    def start(self) -> None:
+        """Start the process. If that fails, `render` tries again and says why."""
+        with self._lock:
+            try:
+                self._started()
+            except Exception:
+                _end_all(self._processes)
 
     def render(self, told: Mapping[str, Any], own: Mapping[str, Any]) -> Rendered:
         try:

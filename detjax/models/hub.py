@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import errors as hub_errors
 
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.eagle.config import check_is_head, refuse_head
@@ -107,6 +106,8 @@ def _snapshot(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
 @contextlib.contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Say what to do where Hugging Face has no such model, or does not give it."""
+    from huggingface_hub import errors as hub_errors  # WHY: it imports a client of HTTP
+
     nowhere = f"{name!r} is neither an existing folder (looked for {Path(name).absolute()}) nor"
     try:
         # No family that detjax knows has a repository without an owner.

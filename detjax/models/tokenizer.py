@@ -30,11 +30,11 @@ from detjax.models.tokenizer_files import (
     ByteRules,
     byte_rules_of,
     check_added_tokens,
-    read_backend,
     read_config,
     read_template_file,
     read_templates,
     set_post_processor,
+    take_backend,
     token_id_of,
     token_text,
     token_texts,
@@ -88,7 +88,7 @@ class Tokenizer:
             ValueError: If a file is missing or broken, or asks for a decoder that is not known.
         """
         folder = Path(folder)
-        backend = read_backend(folder / TOKENIZER_FILE)
+        backend = take_backend(folder / TOKENIZER_FILE)
         config = read_config(folder / CONFIG_FILE)
         try:
             return cls._from_files(folder, backend, config)

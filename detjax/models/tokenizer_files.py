@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer files of a Hugging Face folder, read and checked."""
 
+import contextlib
 import functools
 import json
 import math
@@ -13,7 +14,7 @@ import tokenizers
 import tokenizers.models
 import tokenizers.processors
 
-from detjax.models.chat_template import check_template
+from detjax.models.chat_template import check_template, start_template
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -79,7 +80,40 @@ def read_eos_id(folder: Path) -> int | None:
                 return int(token_id)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is malformed ({error!r:.200}); copy the file again") from error
-    return token_id_of(read_backend(folder / TOKENIZER_FILE), text, folder)
+    return _token_id_in(folder, text, _state_of(folder / TOKENIZER_FILE))
+
+
+@functools.lru_cache(
+    maxsize=8
+)  # WHY: a start asks three times, and reading takes a tenth of a second
+def _token_id_in(folder: Path, text: str, state: tuple[int, ...]) -> int:
+    path = folder / TOKENIZER_FILE
+    backend = read_backend(path)
+    _read_last()[path] = state, backend
+    return token_id_of(backend, text, folder)
+
+
+@functools.cache
+def _read_last() -> dict[Path, tuple[tuple[int, ...], tokenizers.Tokenizer]]:
+    """What was read to look up a token, for `take_backend`."""
+    return {}
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Another one for a file that was written anew."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def take_backend(path: Path) -> tokenizers.Tokenizer:
+    """`read_backend`, or what `read_eos_id` has just read: a tokenizer that nobody else has.
+
+    Raises:
+        ValueError: As `read_backend`.
+    """
+    state, backend = _read_last().pop(path, (None, None))
+    is_same = backend is not None and path.is_file() and state == _state_of(path)
+    return backend if is_same and backend is not None else read_backend(path)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -163,6 +197,17 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for template in templates.values():
         _check_template(folder / CONFIG_FILE, template)
     return templates
+
+
+def start_template_of(folder: Path) -> None:
+    """Start the process of a folder's chat template, to be there when its tokenizer is read.
+
+    Files that are broken are left to whoever reads them.
+    """
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+        template = read_templates(folder, read_config(folder / CONFIG_FILE)).get("default")
+        if template is not None:
+            start_template(template)
 
 
 def read_template_file(path: Path) -> str:

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jax.interpreters import mlir
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.reference_tables import special_function_steps
+from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_steps
 
 SOURCES = Path(__file__).parent / "reference_code"
 OPERATIONS = (
@@ -95,6 +96,17 @@ def _compiled() -> Path:
     return path
 
 
+def _fill_tables(loaded: ctypes.CDLL) -> None:
+    """Fill the tables, for which every operation waits; tell it if they cannot be read."""
+    pointers = [None] * len(FUNCTIONS)
+    try:
+        steps = special_function_steps()
+        assert all(one.dtype == np.int8 and one.flags.c_contiguous for one in steps)
+        pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in steps]
+    finally:
+        loaded.detjax_set_tables(*pointers)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile if need be, load, and make the operations known to XLA.
@@ -105,9 +117,8 @@ def library() -> ctypes.CDLL:
         OSError: If the cache cannot be used.
     """
     loaded = ctypes.CDLL(str(_compiled()))
-    steps = special_function_steps()
-    assert all(one.dtype == np.int8 and one.flags.c_contiguous for one in steps)
-    loaded.detjax_set_tables(*(one.ctypes.data_as(ctypes.c_void_p) for one in steps))
+    # WHY: a third of a second that nothing waits for until the first operation runs.
+    threading.Thread(target=_fill_tables, args=(loaded,), daemon=True).start()
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
         jax.ffi.register_ffi_target(f"{PREFIX}{name}", handler, platform=Backend.REFERENCE.platform)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from detjax.models.weights import blake3, hashing
-from detjax.models.weights.device_hashing import UNIT_BYTES, UNIT_CHUNKS, hash_units
+from detjax.models.weights.blake3 import UNIT_BYTES, UNIT_CHUNKS
+from detjax.models.weights.device_hashing import hash_units
 from detjax.models.weights.hashing import hash_weights
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from detjax.models.params import Params, ParamSpec, TensorSpec, join, separate
+from detjax.models.params import EXPERT_NDIM, Params, ParamSpec, TensorSpec, join, separate
+from detjax.models.weights.host import is_on_cpu, joined_rows
 from detjax.models.weights.packed import join_packed
 from detjax.pallas_kernels.linear.quantized import QUANTIZED, AnyMatrix
 from detjax.parallel.mesh import TP_AXIS
@@ -42,13 +44,36 @@ def assemble(
             return parts[0]
         packed = [part for part in parts if isinstance(part, QUANTIZED)]
         plain = [part for part in parts if not isinstance(part, QUANTIZED)]
-        joined = join_packed(packed, spec, mesh) if packed else _joiner(mesh, spec.partition)(plain)
+        if packed:
+            joined = join_packed(packed, spec, mesh)
+        elif all(part.is_fully_addressable and is_on_cpu(mesh) for part in plain):
+            joined = _joined_on_host(plain, spec, mesh)
+        else:
+            joined = _joiner(mesh, spec.partition)(plain)
         for leaf in jax.tree.leaves(parts):
             leaf.delete()
         return joined
 
     made = jax.tree.map(parameter, made_once(specs, mesh))
     return {"lm_head": made["embed"], **made}
+
+
+def _joined_on_host(parts: list[jax.Array], spec: ParamSpec, mesh: Mesh) -> jax.Array:
+    """`params.join` of arrays of CPU devices that lie alike, each rank its own rows.
+
+    WHY: a program that joins them is traced and compiled for each pair of shapes.
+    """
+    sharding = NamedSharding(mesh, spec.partition)
+    axis = 1 if parts[0].ndim == EXPERT_NDIM else 0
+    shards: dict[Any, list[np.ndarray]] = {}
+    for part in parts:
+        for shard in part.addressable_shards:
+            shards.setdefault(shard.device, []).append(np.asarray(shard.data))
+    joined = [
+        jax.device_put(joined_rows(rows, axis=axis), SingleDeviceSharding(device))
+        for device, rows in shards.items()
+    ]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, joined)
 
 
 def dismantle(

@@ -1,10 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in the host's memory while others, or nothing, have their place on the devices."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from detjax.models.params import Params
+
+CPU_ALIGNMENT = 64
+"""Of memory that a CPU device takes as it is; XLA copies what lies elsewhere."""
+
+
+def is_on_cpu(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are CPU devices."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Memory that a CPU device takes as it is, with anything in it."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    held = np.empty(count + CPU_ALIGNMENT, np.uint8)
+    first = -held.ctypes.data % CPU_ALIGNMENT
+    return held[first : first + count].view(dtype).reshape(shape)
+
+
+def own_copy(rows: np.ndarray) -> np.ndarray:
+    """A copy that nobody else has, for a CPU device to take as it is."""
+    copy = _aligned(rows.shape, rows.dtype)
+    copy[...] = rows
+    return copy
+
+
+def joined_rows(parts: Sequence[np.ndarray], *, axis: int) -> np.ndarray:
+    """`np.concatenate`, for a CPU device to take as it is."""
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    joined, first = _aligned(shape, parts[0].dtype), 0
+    for part in parts:
+        last = first + part.shape[axis]
+        joined[(slice(None),) * axis + (slice(first, last),)] = part
+        first = last
+    return joined
 
 
 def take_to_host(params: Params) -> Params:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from detjax.models.params import TensorSpec
 from detjax.models.weights.dtypes import converted
+from detjax.models.weights.host import is_on_cpu, own_copy
 from detjax.parallel.mesh import TP_AXIS
 
 
@@ -59,13 +60,13 @@ def place_tensor(
         ValueError: If a value cannot be turned into `dtype`.
     """
     sharding = NamedSharding(mesh, spec.partition)
-    is_on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_cpu = is_on_cpu(mesh)
 
     @functools.cache
     def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         part = read_shard(rows, spec, dtype, name, bounds)
         # WHY: a CPU device may hold the very memory, and that of a mapped file may change.
-        return np.array(part) if is_on_cpu and not part.flags.owndata else part
+        return own_copy(part) if on_cpu and not part.flags.owndata else part
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know

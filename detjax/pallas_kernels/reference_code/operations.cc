@@ -730,10 +730,41 @@ uint32_t* new_table(size_t count) {
   return static_cast<uint32_t*>(held);
 }
 
+// The tables are filled by a thread of their own while a program is still being loaded.
+enum class Filled : int { kNotYet, kYes, kNever };
+std::atomic<Filled> filled{Filled::kNotYet};
+std::mutex filling;
+std::condition_variable filled_changed;
+
+void tell_filled(Filled state) {
+  std::lock_guard<std::mutex> lock(filling);
+  filled.store(state);
+  filled_changed.notify_all();
+}
+
+bool wait_for_tables() {
+  if (filled.load(std::memory_order_acquire) == Filled::kNotYet) {
+    std::unique_lock<std::mutex> lock(filling);
+    filled_changed.wait(lock, [] { return filled.load() != Filled::kNotYet; });
+  }
+  return filled.load() == Filled::kYes;
+}
+
+// An operation that begins when the tables are there.
+template <class... Args>
+auto with_tables(ffi::Error (*operation)(Args...)) {
+  return [operation](Args... args) -> ffi::Error {
+    if (wait_for_tables()) return operation(args...);
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      "the tables of special functions could not be read: detjax is not whole");
+  };
+}
+
 }  // namespace
 
 #define DETJAX_POOL ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
-#define DETJAX_EXPORT(name, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, name, binding)
+#define DETJAX_EXPORT(name, binding) \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(detjax_##name, with_tables(name), binding)
 
 DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Attr<int64_t>("leaf_len"));
 DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
@@ -780,8 +811,10 @@ DETJAX_EXPORT(adjust_logits, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
 extern "C" {
 
 // Fill the tables, [2^23], [2^23] and [2^24] entries from 1.0 on, by the steps between neighbours.
+// Null where they could not be read: every operation then fails.
 void detjax_set_tables(const int8_t* ex2, const int8_t* rcp, const int8_t* rsqrt) {
   if (detjax::tables.ex2) return;
+  if (!ex2) return detjax::tell_filled(detjax::Filled::kNever);
   const int8_t* steps[] = {ex2, rcp, rsqrt};
   uint32_t* held[3];
   for (int i = 0; i < 3; ++i) {
@@ -791,6 +824,7 @@ void detjax_set_tables(const int8_t* ex2, const int8_t* rcp, const int8_t* rsqrt
     for (size_t j = 0; j < count; ++j) held[i][j] = entry += uint32_t(int32_t(steps[i][j]));
   }
   detjax::tables = {held[0], held[1], held[2]};
+  detjax::tell_filled(detjax::Filled::kYes);
 }
 
 // Use vectors of at most so many float32, for tests; returns how many are used.
