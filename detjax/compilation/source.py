@@ -25,6 +25,7 @@ def source_hash() -> str:
     return total.hexdigest()
 
 
+@functools.cache  # WHY: a start asks a dozen times, and the kernel writes megabytes for many cores
 def cpu_arch() -> str:
     """The processor and the instruction sets XLA:CPU chooses from, where the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -57,12 +58,18 @@ def toolchain_key() -> str:
     """
     files = toolchain()
     parts = [cpu_arch(), *files, *([f"driver {driver()}"] if files else [])]
-    for package in TOOLCHAIN:
-        try:
-            parts.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = ((package, _version(package)) for package in TOOLCHAIN)
+    parts += [f"{package} {version}" for package, version in found if version is not None]
     return _short_hash(parts)
+
+
+@functools.cache  # WHY: of what is loaded, and slow to read
+def _version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def compile_key() -> str:

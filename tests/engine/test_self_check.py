@@ -32,12 +32,20 @@ from detjax.engine.running import ready_programs
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check import program_check, recheck
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
+from detjax.engine.self_check.filled_places import FilledPlaces
 from detjax.engine.self_check.probes import make_probes, place_probes
 from detjax.engine.self_check.session import Session
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import round_to
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.faults import (
+    choose_splits_by_batch,
+    drop_key_at_page_end,
+    is_decode,
+    read_a_stale_page,
+)
 
 MAX_LEN = 768
 VOCAB = 300
@@ -92,57 +100,20 @@ def evidence(monkeypatch, tmp_path):
 # ------------------------------------------------------------------------------------------- faults
 
 
-def is_decode(positions) -> bool:
-    return positions.shape[1] == 1
-
-
-def drop_key_at_page_end(monkeypatch):
-    right = attention.rope_into_cache
-
-    def wrong(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps):
-        if is_decode(positions):
-            positions = jnp.where(positions % 128 == 127, -1, positions)
-        return right(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
-
-    monkeypatch.setattr(attention, "rope_into_cache", wrong)
-
-
-def write_beside_the_last_page(monkeypatch):
+def write_beside_the_last_page(patch):
     """As an offset of too few bits would: what belongs on the highest page lands elsewhere."""
     right = attention.rope_into_cache
 
-    def wrong(qkv, cos, sin, gains, pages, page_table, positions, layer, *, eps):
-        if is_decode(positions):
-            page_table = jnp.where(page_table == pages.shape[1] - 1, 1, page_table)
-        return right(qkv, cos, sin, gains, pages, page_table, positions, layer, eps=eps)
+    def wrong(qkv, rotation, place, **options):
+        table = place.page_table
+        if is_decode(place.positions):
+            table = jnp.where(table == place.pages.shape[1] - 1, 1, table)
+        return right(qkv, rotation, place._replace(page_table=table), **options)
 
-    monkeypatch.setattr(attention, "rope_into_cache", wrong)
-
-
-def choose_splits_by_batch(monkeypatch):
-    right = attention._attention
-
-    def wrong(q, *args, window, profile):
-        if q.shape[0] > 1:
-            half = profile.attention_split // 2
-            profile = dataclasses.replace(profile, attention_split=half)
-        return right(q, *args, window=window, profile=profile)
-
-    monkeypatch.setattr(attention, "_attention", wrong)
+    patch(attention, "rope_into_cache", wrong)
 
 
-def read_a_stale_page(monkeypatch):
-    right = attention.attention
-
-    def wrong(q, pages, page_table, positions, layer, *, window, profile):
-        if is_decode(positions) and page_table.shape[1] > 1:
-            page_table = page_table.at[:, 1].set(page_table[:, 0])
-        return right(q, pages, page_table, positions, layer, window=window, profile=profile)
-
-    monkeypatch.setattr(attention, "attention", wrong)
-
-
-def take_the_next_rope_row(monkeypatch):
+def take_the_next_rope_row(patch):
     right = decoder.rope_rows
 
     def wrong(tables, positions):
@@ -150,19 +121,19 @@ def take_the_next_rope_row(monkeypatch):
             positions = jnp.where(positions == MAX_LEN - 2, positions + 1, positions)
         return right(tables, positions)
 
-    monkeypatch.setattr(decoder, "rope_rows", wrong)
+    patch(decoder, "rope_rows", wrong)
 
 
-def key_noise_by_row(monkeypatch):
+def key_noise_by_row(patch):
     right = sampling.noise.row_key
 
     def wrong(low, high, sequence_idx, position):
         return right(low, high, sequence_idx, jnp.arange(len(position), dtype=jnp.int32))
 
-    monkeypatch.setattr(sampling.noise, "row_key", wrong)
+    patch(sampling.noise, "row_key", wrong)
 
 
-def round_the_residual_early(monkeypatch):
+def round_the_residual_early(patch):
     right = layers.linear_add_rms_norm
 
     def wrong(x, w, residual, bias, gain, *, reduction, eps, backend):
@@ -172,16 +143,16 @@ def round_the_residual_early(monkeypatch):
         product = round_to(product, residual.dtype)
         return layers.add_rms_norm(product, residual, bias, gain, eps=eps, backend=backend)
 
-    monkeypatch.setattr(layers, "linear_add_rms_norm", wrong)
+    patch(layers, "linear_add_rms_norm", wrong)
 
 
-def accept_a_draft_too_many(monkeypatch):
+def accept_a_draft_too_many(patch):
     right = programs.pack_verified
 
     def wrong(choice, num_accepted, *, length):
         return right(choice, jnp.minimum(num_accepted + 1, length - 1), length=length)
 
-    monkeypatch.setattr(programs, "pack_verified", wrong)
+    patch(programs, "pack_verified", wrong)
 
 
 VERIFY = {"has_prompt_lookup": True, "verify_window": 4, "verify_rows": 2}
@@ -208,7 +179,7 @@ FAULT_CASES = [
 @pytest.mark.parametrize("fault", FAULT_CASES)
 def test_a_fault_of_decode_is_found_when_the_program_is_compiled(monkeypatch, evidence, fault):
     plant, changes, what = FAULTS[fault]
-    plant(monkeypatch)
+    plant(monkeypatch.setattr)
     made = make_engine(**changes)
     found = []
     note = made._claim.note
@@ -350,7 +321,7 @@ def test_a_program_compiled_while_others_run_is_checked_on_pages_of_nobody(evide
 @pytest.mark.slow
 def test_after_a_difference_only_plain_requests_are_answered(monkeypatch, evidence):
     """Those under way end with the reason, new ones are refused."""
-    key_noise_by_row(monkeypatch)
+    key_noise_by_row(monkeypatch.setattr)
     made, told = make_engine(), []
 
     def explain(difference):
@@ -381,7 +352,7 @@ def test_after_a_difference_only_plain_requests_are_answered(monkeypatch, eviden
 def test_evidence_that_cannot_be_written_is_a_warning(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
-    key_noise_by_row(monkeypatch)
+    key_noise_by_row(monkeypatch.setattr)
     made = make_engine()
     with pytest.warns(RuntimeWarning, match=FOLDER_VARIABLE), pytest.raises(SelfCheckError):
         made.generate(requests())
@@ -553,3 +524,38 @@ def test_probes_are_placed_a_few_at_a_time_where_pages_are_few(num_pages):
         for probe, table in zip(placement.probes, placement.tables[0], strict=True):
             assert not set(table[: probe.position // 128].tolist()) & written
     assert len(placed) == {1: 1, 2: 4, 3: 6, 4: 6}[num_pages]
+
+
+# ---------------------------------------------------------------------------- what the cache holds
+
+
+def test_other_tokens_are_written_only_where_the_cache_is_not_as_it_was_filled():
+    """Each place once: what a check or a sequence has run on holds what a test would write."""
+    probes = make_probes(
+        num_positions=256, num_new=2, vocab_size=320, profile=NumericsProfile(), is_filtered=False
+    )
+    idle = np.arange(8, dtype=np.int32)[None]
+    placement, _ = place_probes(probes, idle, num_company=2, num_pages=9, table_len=2, page_len=128)
+    assert placement is not None and len(placement.probes) > 1
+    filled = FilledPlaces(is_known=True)
+    assert all(filled.has(placement, i, 128) for i in range(len(placement.probes)))
+    filled.take(placement, [0], 128)
+    assert not filled.has(placement, 0, 128) and filled.has(placement, 1, 128)
+    # Another place of the same page is as it was; one of a spare page is not.
+    place = dataclasses.replace(placement.probes[0], position=placement.probes[0].position - 2)
+    moved = dataclasses.replace(placement, probes=(place, *placement.probes[1:]))
+    assert filled.has(moved, 0, 128)
+    spare = dataclasses.replace(moved, tables=np.full_like(moved.tables, moved.spare[0, 0]))
+    assert not filled.has(spare, 0, 128)
+    filled.forget()
+    assert not filled.has(placement, 1, 128)
+    assert not FilledPlaces(is_known=False).has(placement, 1, 128)
+
+
+def test_a_sequence_makes_what_the_cache_holds_unknown(evidence):
+    made = warm_engine()
+    made.generate(requests()[:1])
+    filled = made._runner._device.filled
+    assert not filled._is_known
+    made.reset()
+    assert made._runner._device.filled._is_known

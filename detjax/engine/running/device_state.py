@@ -28,6 +28,7 @@ from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import num_words
 from detjax.engine.self_check.device import checksums, filled_pages
+from detjax.engine.self_check.filled_places import FilledPlaces
 from detjax.models.loading import LoadedModel
 from detjax.parallel.dispatch import finished, ordered
 from detjax.parallel.mesh import DP_AXIS
@@ -105,6 +106,9 @@ class DeviceState:
     results to the host as well. That takes the host as long as a step of a small model takes the
     device, and Python's lock is free for most of it, so the engine plans and commits meanwhile.
     Whatever else looks at the state waits for the calls before it.
+
+    Attributes:
+        filled: Places of the cache that hold what it was filled with.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class DeviceState:
         if programs.drafts is not None:
             self._drafts = programs.drafts.empty_state()
         self._adjusted = empty(model, programs.adjusted_shape)
+        self.filled = FilledPlaces(is_known=self._is_filled)
         self._arrays = (
             (filled_pages if self._is_filled else empty_pages)(model, programs.num_pages),
             empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
@@ -211,6 +216,7 @@ class DeviceState:
             Its result, when it has been called; the device may still be at it. What the call raises
             is raised where the result is read.
         """
+        self.filled.forget()
         return self._thread.submit(self._ordered(self._call), key, program, params, operands, after)
 
     def _call(

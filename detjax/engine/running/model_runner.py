@@ -256,6 +256,7 @@ class ModelRunner:
         self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None
     ) -> tuple[Any, jax.Array]:
         """Launch a program with scratch slots: `ReadyPrograms.run_check`."""
+        self._device.filled.forget()
         return self._ready.run_check(key, slots, sampling, *host, choice=choice)
 
     def drop_drafts(self) -> None:

@@ -241,7 +241,10 @@ class ReadyPrograms:
     ) -> list[ProgramKey]:
         """Compare programs, with choice programs of a kind behind them or alone; the checked."""
         context = CheckContext(
-            run=self.run_check, checksums=self._device.checksums, idle=self._idle()
+            run=self.run_check,
+            checksums=self._device.checksums,
+            idle=self._idle(),
+            filled=self._device.filled,
         )
         reference = self._reference_key(keys)
         done, found = check_programs(

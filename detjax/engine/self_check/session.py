@@ -16,6 +16,7 @@ from detjax.engine.running.launch_operands import unpack_num_committed
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check.device import join_checksums
 from detjax.engine.self_check.evidence import CheckDifference
+from detjax.engine.self_check.filled_places import FilledPlaces
 from detjax.engine.self_check.probes import Placement, Probe
 from detjax.engine.self_check.rows import Group, RowMaker, make_groups, scratch_slots
 from detjax.models.loading import LoadedModel
@@ -37,11 +38,13 @@ class CheckContext:
         run: Launches a program on the cache, with slots of its own.
         checksums: Of pages of the cache.
         idle: int32 [dp, m], pages that nobody holds, alike in number on each replica.
+        filled: Places that need no other tokens before a test.
     """
 
     run: RunsProgram
     checksums: Checksums
     idle: np.ndarray
+    filled: FilledPlaces
 
 
 def num_tokens(key: ProgramKey) -> int:
@@ -117,7 +120,10 @@ class Session:
         """Compare a program with prefill at some probes; `writer` puts the other tokens there."""
         if key == self._reference:
             return []
-        for group in make_groups(probes, writer.rows):
+        filled, page_len = self._context.filled, self._config.page_len
+        written = [i for i in probes if not filled.has(self._placement, i, page_len)]
+        filled.take(self._placement, probes, page_len)
+        for group in make_groups(written, writer.rows):
             self._test(writer, group, is_other=True)
         before = self._checksums()
         # A choice program finds the sampling of a row by its slot, and each row has its own.

@@ -178,7 +178,7 @@ ffi::Error rope(ffi::ThreadPool pool, In x, In cos, In sin, Out out) {
   return ffi::Error::Success();
 }
 
-constexpr int64_t kPiece = 512;  // elements of a row that a thread takes at once
+constexpr int64_t kPiece = 256;  // elements of a row that a thread takes at once
 
 // out[m, f] = round(g / (1 + exp(-(alpha * g))) * (u + shift)), gates and ups [M, 2 F], gates at most
 // `limit` and ups between its negative and it. Without a clamp alpha is 1, shift 0, limit infinite.
