@@ -37,6 +37,7 @@ from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_batch
 from detjax.cli.warm import warm
+from detjax.engine.heap import collected_later
 from detjax.engine.trace import NO_TRACE, Trace, TracesEvents
 from detjax.models.generation_config import default_sampling
 
@@ -108,7 +109,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     asked = engine_options(args, max_len=max_len)
     of_new_process = run_in_new_process(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
-    with display.loading() as progress:
+    with display.loading() as progress, collected_later():
         model = open_model(args, files, progress, max_len)
     batch = batch.naming(model.adapter_hashes)
     opened = _Opened(

@@ -552,6 +552,7 @@ def test_other_tokens_are_written_only_where_the_cache_is_not_as_it_was_filled()
     assert not FilledPlaces(is_known=False).has(placement, 1, 128)
 
 
+@pytest.mark.slow
 def test_a_sequence_makes_what_the_cache_holds_unknown(evidence):
     made = warm_engine()
     made.generate(requests()[:1])
