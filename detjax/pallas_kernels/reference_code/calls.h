@@ -151,5 +151,17 @@ float pairwise(float* terms, int64_t count) {
   return terms[0];
 }
 
+// The same of `count` rows of `size` terms, element by element, into the first row.
+void pairwise_rows(float* rows, int64_t count, int64_t size) {
+  while (count > 1) {
+    int64_t pairs = count / 2;
+    for (int64_t i = 0; i < pairs; ++i)
+      for (int64_t j = 0; j < size; ++j)
+        rows[i * size + j] = rows[2 * i * size + j] + rows[(2 * i + 1) * size + j];
+    if (count % 2) std::memcpy(rows + pairs * size, rows + (count - 1) * size, 4 * size);
+    count = pairs + count % 2;
+  }
+}
+
 }  // namespace
 }  // namespace detjax

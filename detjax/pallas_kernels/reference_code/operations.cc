@@ -34,7 +34,8 @@ ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) 
   const int64_t tiles = (n_len + width - 1) / width, most = pool.num_threads() * kJobsOfThread;
   const int64_t piece = width * std::max<int64_t>(1, tiles / most);
   parallel_pieces(pool, 1, n_len, piece, [&](int64_t, int64_t begin, int64_t end) {
-    std::vector<float> leaves(num_leaves * m_len * width), terms(num_leaves), sums(m_len * width);
+    const int64_t size = m_len * width;
+    std::vector<float> leaves(num_leaves * size);
     for (int64_t n = begin; n < end; n += width) {
       const int outputs = std::min<int64_t>(width, end - n);
       const Weights weights{data<uint16_t>(w) + n * k_len, k_len, outputs, true};
@@ -42,15 +43,11 @@ ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) 
       for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
         int first = leaf * leaf_len;
         processor.run({&rows, 0, int(m_len), weights, first, int(leaf_len), first,
-                       &leaves[leaf * m_len * width]});
+                       &leaves[leaf * size]});
       }
-      for (int64_t i = 0; i < m_len * width; ++i) {
-        for (int64_t leaf = 0; leaf < num_leaves; ++leaf)
-          terms[leaf] = leaves[leaf * m_len * width + i];
-        sums[i] = pairwise(terms.data(), num_leaves);
-      }
+      pairwise_rows(leaves.data(), num_leaves, size);
       for (size_t m = 0; m < distinct.place.size(); ++m)
-        std::memcpy(data<float>(out) + m * n_len + n, &sums[distinct.place[m] * width],
+        std::memcpy(data<float>(out) + m * n_len + n, &leaves[distinct.place[m] * width],
                     4 * outputs);
     }
   });
@@ -187,15 +184,19 @@ ffi::Error swiglu(ffi::ThreadPool pool, In gate_up, Out out, float alpha, float 
   const bool is_clamped = limit < kInfinity;
   const DistinctRows distinct(gate_up);
   parallel_pieces(pool, distinct.count(), width, kPiece, [&](int64_t row, int64_t first, int64_t end) {
-    const int64_t m = distinct.rows[row];
+    const int64_t m = distinct.rows[row], begin = m * 2 * width;
+    auto gate = [&](int64_t f) {
+      float g = read(gate_up, begin + f);
+      return is_clamped ? min_nan(g, limit) : g;
+    };
+    // WHY: two loops, so that a processor looks up more entries of a table at once.
+    float below[kPiece];
+    for (int64_t f = first; f < end; ++f)
+      below[f - first] = exp(-(is_clamped ? gate(f) * alpha : gate(f))) + 1.0f;
     for (int64_t f = first; f < end; ++f) {
-      int64_t at = m * 2 * width + f;
-      float g = read(gate_up, at), u = read(gate_up, at + width), exponent = g;
-      if (is_clamped) {
-        g = min_nan(g, limit), u = min_nan(max_nan(u, -limit), limit) + shift;
-        exponent = g * alpha;
-      }
-      write(out, m * width + f, div_full(g, exp(-exponent) + 1.0f) * u);
+      float u = read(gate_up, begin + width + f);
+      if (is_clamped) u = min_nan(max_nan(u, -limit), limit) + shift;
+      write(out, m * width + f, div_full(gate(f), below[f - first]) * u);
     }
   });
   distinct.copy(out);
