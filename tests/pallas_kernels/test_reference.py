@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -713,3 +714,28 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     finally:
         reference_library.library.cache_clear()
     assert why and "could not compile the reference kernels" in why
+
+
+BROKEN_TABLES = """
+from detjax.pallas_kernels import reference_library
+def broken():
+    raise OSError("gone")
+if {is_broken}:
+    reference_library.special_function_steps = broken
+import jax.numpy as jnp
+from detjax.pallas_kernels.rms_norm.reference import rms_norm
+ones = jnp.ones((1, 64), jnp.bfloat16)
+print(rms_norm(ones, ones[0], eps=1e-6)[0, 0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_operations_wait_for_the_tables_and_fail_where_they_cannot_be_read(is_broken):
+    """They are filled by a thread, after the library is loaded."""
+    code = BROKEN_TABLES.format(is_broken=is_broken)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if is_broken:
+        assert run.returncode and "tables of special functions could not be read" in run.stderr
+    else:
+        assert run.stdout.strip() == "1", run.stderr
