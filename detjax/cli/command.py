@@ -37,7 +37,7 @@ from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_batch
 from detjax.cli.warm import warm
-from detjax.engine.heap import collected_later
+from detjax.engine.heap import collected_later, frozen_heap
 from detjax.engine.trace import NO_TRACE, Trace, TracesEvents
 from detjax.models.generation_config import default_sampling
 
@@ -127,7 +127,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
         display.facts({"seed": f"{args.seed}, drawn: --seed {args.seed} gives these answers again"})
     if args.check:
         show_plan(plans, display)
-    with output_of(args.output) as out:
+    with frozen_heap(), output_of(args.output) as out:
         first, check = _compute(opened, plans, out)
     return _tell(opened, first, check, of_new_process)
 

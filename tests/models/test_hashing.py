@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.models.weights import blake3, hashing
+from detjax.models.weights import blake3, device_hashing, hashing
 from detjax.models.weights.blake3 import UNIT_BYTES, UNIT_CHUNKS
 from detjax.models.weights.device_hashing import hash_units
 from detjax.models.weights.hashing import hash_weights
@@ -148,7 +148,7 @@ def test_hashes_of_units_are_those_of_the_host(monkeypatch, experts, vocab_size)
         return nodes_of(np.asarray(array), firsts, UNIT_CHUNKS)
 
     monkeypatch.setattr(hashing, "_is_on_hopper", lambda _: True)
-    monkeypatch.setattr(hashing, "hash_units", by_numpy)
+    monkeypatch.setattr(device_hashing, "hash_units", by_numpy)
     assert hash_of(config, params, 1) == want
     assert len(arrays) == 6
 
