@@ -30,10 +30,10 @@ SLICE = 32
 LANES = 4
 """Threads of a channel of values."""
 
-CHUNK = 8
+CHUNK = 16
 """Tokens that are copied to shared memory at once."""
 
-STAGES = 3
+STAGES = 2
 """Chunks on their way or in use."""
 
 

@@ -14,6 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import math as mlir_math
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
@@ -244,7 +245,8 @@ def gates_of(b, a, decay, step, math: rows.Arithmetic) -> tuple:
     written = over_decay(math.full(b.shape, 1.0), b, math)
     raw = math.add(a, step)
     size = jnp.maximum(raw, -raw)
-    softplus = math.add(jnp.maximum(raw, math.full(b.shape, 0.0)), jnp.log1p(jnp.exp(-size)))
+    small = math.apply(lambda v: mlir_math.log1p(v), jnp.log1p, jnp.exp(-size))
+    softplus = math.add(jnp.maximum(raw, math.full(b.shape, 0.0)), small)
     return jnp.exp(-math.mul(jnp.exp(decay), softplus)), written
 
 
