@@ -4,7 +4,6 @@
 Integers alone, from page tables and positions: the same for every layer.
 """
 
-import jax
 import jax.numpy as jnp
 
 from detjax.array_types import Array, Int32
@@ -30,7 +29,7 @@ def plan_sequences(
     needed = jnp.take_along_axis(page_table, before[:, None], axis=1)[:, 0]
     # Pages that each sequence writes.
     index = jnp.maximum(first, 0)[:, None] // page_len
-    index = index + jnp.arange((num_tokens - 1) // page_len + 2, dtype=jnp.int32)
+    index = index + jnp.arange((num_tokens - 1) // page_len + 2, dtype=jnp.int32)[None]
     is_written = (index * page_len <= last[:, None]) & (last[:, None] >= 0)
     index = jnp.minimum(index, page_table.shape[1] - 1)
     written = jnp.where(is_written, jnp.take_along_axis(page_table, index, axis=1), -1)

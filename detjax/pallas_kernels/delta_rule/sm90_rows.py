@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of new tokens into their pages on Hopper, and what the recurrence reads of all rows."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +55,7 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
                 pages_gmem[layer_gmem[0], page, 0, :, offset, :] = rows_gmem[token]
                 return
 
-            @plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 4)
-            )
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 4))
             def emit(ctx, source, target, token, layer, page, offset):
                 token, layer, page, offset = (
                     _index(x.registers.item()) for x in (token, layer, page, offset)
@@ -394,7 +391,9 @@ def mix_rows(
                         jax.ShapeDtypeStruct((*of_heads, group, 2, length), jnp.float32),
                     ],
                     grid={
-                        "seq": batch, "group": length // GROUP, "head": num_keys,
+                        "seq": batch,
+                        "group": length // GROUP,
+                        "head": num_keys,
                         "unit": 3 + group,
                     },
                     name="detjax_delta_mix",
