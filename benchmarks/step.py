@@ -44,7 +44,7 @@ from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
-from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, LinearAttentionConfig, ModelConfig, RopeConfig
 from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel, random_model
@@ -53,6 +53,7 @@ from detjax.models.quantization.quantize import RECIPES
 from detjax.models.weights.packed import MatrixForm, with_packed_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.linear.quantized import LARGEST as LARGEST_8_BITS
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.parallel.mesh import make_mesh
@@ -90,6 +91,19 @@ def _gpt_oss(*, num_experts: int, num_layers: int) -> ModelConfig:
     return dataclasses.replace(config, max_position_embeddings=8192, eos_token_ids=())
 
 
+def _hybrid(*, num_layers: int, num_kv_heads: int = 8, **sizes) -> ModelConfig:
+    """Three layers of gated DeltaNet, then attention, whose 256 channels a head are two of 128."""
+    config = _config(
+        vocab_size=248320, num_layers=num_layers, num_heads=32, num_kv_heads=num_kv_heads,
+        head_dim=128, qk_norm=True, **sizes,
+    )  # fmt: skip
+    linear = LinearAttentionConfig(
+        num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_width=4,
+        layers=tuple(i % 4 != 3 for i in range(num_layers)),
+    )  # fmt: skip
+    return dataclasses.replace(config, linear_attention=linear, has_output_gate=True)
+
+
 MODELS = {
     "llama3_8b": _config(
         vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
@@ -113,6 +127,12 @@ MODELS = {
         experts=ExpertConfig(
             num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * 48
         ),
+    ),
+    "qwen35_4b": _hybrid(hidden_size=2560, intermediate_size=9216, num_layers=32),
+    "qwen35_4b_half": _hybrid(hidden_size=2560, intermediate_size=9216, num_layers=16),
+    # Layers of Qwen3.5-35B-A3B: the feed-forward width is that of a token's experts together.
+    "qwen35_35b_dense": _hybrid(
+        hidden_size=2048, intermediate_size=4608, num_layers=40, num_kv_heads=4
     ),
     "gpt_oss_20b": _gpt_oss(num_experts=32, num_layers=24),
     # What `tools/train_tiny.py` trains.
@@ -233,13 +253,16 @@ class Runner:
         self._max_len = max_len
         self._params = {"full": self.model.params}
         self.num_pages = max(len(c.rows) * -(-(c.start + c.length) // 128) for c in cases)
-        shape = pages_shape(self.model, self.num_pages)
+        shapes = pages_shape(self.model, self.num_pages)
 
-        def draw():
+        def draw(shape):
             bits = jax.random.bits(jax.random.key(1), shape.shape, jnp.uint16)
             return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
 
-        self.pages = jax.jit(draw, out_shardings=shape.sharding)()
+        def draw_one(shape):
+            return jax.jit(functools.partial(draw, shape), out_shardings=shape.sharding)()
+
+        self.pages = jax.tree.map(draw_one, shapes)
         self._programs: dict[int, ProgramCache] = {}
         self._compile_s: dict[ProgramKey, float] = {}
         self._operands: dict[tuple[str, str], tuple] = {}
@@ -383,9 +406,25 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     weights = sum(x.nbytes for x in shared) - params["embed"].nbytes
     weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
-    num_keys = sum(min(context, window or context) for window in config.sliding_windows)
+    num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
     kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
+    kv += len(case.rows) * linear_bytes(config, case.start)
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
+
+
+def windows_of_attention(config: ModelConfig) -> list[int | None]:
+    """Windows of the layers that have attention."""
+    windows = enumerate(config.sliding_windows)
+    return [window for i, window in windows if not config.is_linear(i)]
+
+
+def linear_bytes(config: ModelConfig, start: int) -> int:
+    """What a decode step reads of a sequence's linear attention: states, and rows since then."""
+    if (linear := config.linear_attention) is None:
+        return 0
+    states = 4 * linear.num_value_heads * linear.key_dim * linear.value_dim
+    rows = 2 * linear.num_key_heads * linear.row_width * (start % STATE_BLOCK + linear.conv_width)
+    return sum(linear.layers) * (states + rows)
 
 
 def prefill_flop(model: LoadedModel, length: int) -> float:
@@ -405,7 +444,7 @@ def prefill_flop(model: LoadedModel, length: int) -> float:
     of_qkv = weights(last["qkv"])
     of_all = weights(layers) + of_qkv
     of_last = weights(last) - of_qkv
-    seen = (min(length, window or length) for window in config.sliding_windows[:-1])
+    seen = (min(length, window or length) for window in windows_of_attention(config)[:-1])
     num_pairs = sum(2 * window * length - window**2 for window in seen)
     scores = config.num_heads * config.head_dim * num_pairs
     scores += 2 * config.num_heads * config.head_dim * length
