@@ -438,8 +438,8 @@ FAMILIES = {
     },
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
-Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; the text
-decoder of Qwen3.5 9B with two heads of 128 channels for each of 256."""
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; that of
+Qwen3.5 9B with two heads of 128 channels for each of 256."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:

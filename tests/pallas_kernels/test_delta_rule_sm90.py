@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def row(self) -> int:
-        return -(-(self.mixed + 2 * self.group) // 8) * 8
+        return -(-(self.mixed + 2 * self.group + 1) // 8) * 8
 
     @property
     def state(self) -> tuple[int, ...]:

@@ -24,10 +24,14 @@ def _check(filters, gates, row_pages, state_pages) -> None:
     """Refuse other sizes.
 
     Raises:
+        ValueError: If rows have no place behind what is read.
         NotImplementedError: If heads of keys and values differ or have other channels, or pages are
             no whole blocks.
     """
     key_dim, value_dim = state_pages.shape[4:]
+    num_read = filters.shape[2] + 2 * gates[0].shape[1]
+    if row_pages.shape[5] <= num_read:
+        raise ValueError(f"sm90 needs rows of more than {num_read} numbers: one is its own")
     if key_dim != value_dim or key_dim not in DIMS:
         raise NotImplementedError(
             f"sm90 has linear attention with as many channels of keys as of values, one of {DIMS}, "
@@ -51,7 +55,7 @@ def delta_rule(
 
     Numerics:
         # ORDER: that of `sm90_rows.mixed`, `inverse_lengths` and `gates_of`, then of
-        # `sm90_recurrence`: `S = S decay`, `r = dot(S, k)`, `S = fma(k, (v - r) beta, S)`,
+        # `sm90_recurrence`: `r = decay dot(S, k)`, `S = fma(k, (v - r) beta, S decay)`,
         # `o = dot(S, q)`, where what is not an fma is rounded.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant.
@@ -77,7 +81,7 @@ def _delta_rule(
         dim=state_pages.shape[4], interpret=interpret,
     )  # fmt: skip
     out = read_states(
-        mixed, states_ref, page_table, plan, layer, num_tokens=num_tokens, page_len=page_len,
+        mixed, rows_ref, states_ref, page_table, plan, layer, num_tokens=num_tokens,
         interpret=interpret,
     )  # fmt: skip
     return out, jax.freeze(rows_ref), jax.freeze(states_ref)

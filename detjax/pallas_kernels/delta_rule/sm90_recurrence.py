@@ -157,20 +157,37 @@ def _keep_state(state, states, place: tuple, math: rows.Arithmetic) -> None:
     emit(state, states, *(jnp.int32(x) for x in place))
 
 
+def _keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
+    """Write numbers of `SLICE` channels behind `place`."""
+    if math.is_interpreted:
+        *place, first = place
+        ref[(*place, pl.ds(first, SLICE))] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), *[ptx.SCALAR] * 3))
+    def emit(ctx, values, memory, *scalars):
+        *place, first = (x.registers.item() for x in scalars)
+        row = arith.divui(ptx.thread(), ptx.i32(LANES))
+        # A channel's threads write the same number to the same place.
+        memref.store(ptx.scalars_of(values)[0], memory, _indices((*place, arith.addi(first, row))))
+
+    emit(values, ref, *(jnp.int32(x) for x in place))
+
+
 def read_states(
-    rows_of: MixedRows, states_ref, page_table, plan, layer, *, num_tokens: int, page_len: int,
+    rows_of: MixedRows, pages_ref, states_ref, page_table, plan, layer, *, num_tokens: int,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """Run the blocks of new tokens, keep the states behind them, and read the new tokens'.
 
     Args:
         rows_of: Of the tokens.
+        pages_ref: Of rows, a `jax.new_ref`, in which is kept how far the last state has come.
         states_ref: [L, N, Z, H, c, C], a `jax.new_ref`.
         page_table: [B, n].
         plan: Of `plan_sequences`.
         layer: An int32 scalar.
         num_tokens: T.
-        page_len: Tokens of a page.
         interpret: Run in interpret mode.
 
     Returns:
@@ -178,14 +195,14 @@ def read_states(
     """
     batch, num_keys, _, dim = rows_of.k.shape
     group, dtype = rows_of.v.shape[2], rows_of.v.dtype
-    num_states = states_ref.shape[2]
+    num_states, page_len = states_ref.shape[2], pages_ref.shape[4]
     tile = rows.tile_of_rows(SLICE, lanes=LANES, vec_len=VEC_LEN, is_interpreted=interpret)
     math, line, shape = tile.whole, tile.per_row, (SLICE, dim)
 
     def body(
-        q_gmem, k_gmem, v_gmem, gates_gmem, states_gmem, table_gmem, plan_gmem, layer_gmem,
-        out_gmem, chunks,
+        mixed_gmem, pages_gmem, states_gmem, table_gmem, plan_gmem, layer_gmem, out_gmem, chunks,
     ):  # fmt: skip
+        q_gmem, k_gmem, v_gmem, gates_gmem, begin_gmem = mixed_gmem
         seq, value_head = lax.axis_index("seq"), lax.axis_index("head")
         head, inner = lax.div(value_head, group), lax.rem(value_head, group)
         first_channel = lax.axis_index("slice") * SLICE
@@ -206,38 +223,65 @@ def read_states(
             ):
                 plgpu.copy_gmem_to_smem(source, target.at[slot], chunks.arrived.at[slot])
 
-        def scalar(slot, which, i, like):
-            value = chunks.gates[slot, which, i]
-            return jnp.full(like, value) if interpret else value
+        def update(slot, i, state):
+            """The state behind a token, and the one before it, which nothing else has to wait for.
 
-        def token(slot, i, state):
+            # ORDER: `r = decay * dot(S, k)`, `S decay` and `(v - r) * beta`, each rounded; then
+            # `fma(k, added, S decay)`.
+            """
             k = tile.over_rows(tile.per_col.load(chunks.k.at[slot, i]), shape)
             v = line.load(chunks.v.at[slot, i]).astype(jnp.float32)
-            state = math.mul(state, math.full(shape, chunks.gates[slot, 0, i]))
-            found = _dot(state, k, tile)
-            added = line.mul(line.sub(v, found), line.full((SLICE,), chunks.gates[slot, 1, i]))
-            return math.fma(k, tile.over_columns(added, shape), state)
+            decay, written = (chunks.gates[slot, which, i] for which in range(2))
+            found = line.mul(_dot(state, k, tile), line.full((SLICE,), decay))
+            faded = math.mul(state, math.full(shape, decay))
+            added = line.mul(line.sub(v, found), line.full((SLICE,), written))
+            return math.fma(k, tile.over_columns(added, shape), faded)
+
+        def read(slot, i, state, token):
+            """What the token before reads."""
+            q = tile.over_rows(tile.per_col.load(chunks.q.at[slot, i]), shape)
+            _keep_result(_dot(state, q, tile), out_gmem, (token, value_head, first_channel), line)
+
+        def keep(seq, state, block, count):
+            """Put the state behind `count` tokens of a block in its place."""
+            _keep_state(state, states_gmem, place_of(seq, block), math)
+
+            @pl.when((inner == 0) & (first_channel == 0))
+            def _count():
+                start = block * STATE_BLOCK
+                page, offset = table_gmem[seq, lax.div(start, page_len)], lax.rem(start, page_len)
+                place = layer, page, 0, head, offset, pages_gmem.shape[5] - 1
+                pages_gmem[place] = count.astype(pages_gmem.dtype)  # exact
 
         def one_sequence(_, seq):
             first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
-            start = lax.div(jnp.maximum(first, 0), STATE_BLOCK) * STATE_BLOCK
-            num_old, num_all = first - start, last + 1 - start
-            num_all = jnp.where(last >= 0, num_all, 0)
-            num_chunks = lax.div(num_all + (CHUNK - 1), CHUNK)
-            first_block = lax.div(start, STATE_BLOCK)
+
+            @pl.when(last >= 0)
+            def _tokens():
+                run_tokens(seq, first, last, begin_gmem[seq, head])
+
+            @pl.loop(jnp.where(last >= 0, last + 1 - first, 0), num_tokens)
+            def _padding(i):
+                place = seq * num_tokens + i, value_head, first_channel
+                _keep_result(line.full((SLICE,), 0.0), out_gmem, place, line)
+
+            return plan_gmem[seq, NEXT]
+
+        def run_tokens(seq, first, last, begin):
+            base = lax.div(begin, CHUNK) * CHUNK
+            stop = last + 1  # where the last query lies
+            num_chunks = lax.div(stop - base, CHUNK) + 1
             for ahead in range(STAGES - 1):
 
                 @pl.when(ahead < num_chunks)
                 def _start(ahead=ahead):
                     copy(seq, jnp.int32(ahead))
 
-            state = _load_state(
-                states_gmem, place_of(seq, jnp.maximum(first_block - 1, 0)), start > 0, shape,
-                math,
-            )  # fmt: skip
+            before = lax.div(jnp.maximum(begin - 1, 0), STATE_BLOCK)
+            state = _load_state(states_gmem, place_of(seq, before), begin > 0, shape, math)
 
             def one_chunk(chunk, state):
-                slot = lax.rem(chunk, STAGES)
+                slot, start = lax.rem(chunk, STAGES), base + chunk * CHUNK
                 plgpu.barrier_wait(chunks.arrived.at[slot])
                 # All have read the chunk before this, whose place the next one takes.
                 plgpu.commit_smem()
@@ -246,50 +290,44 @@ def read_states(
                 def _next():
                     copy(seq, chunk + (STAGES - 1))
 
-                def one_token(i, state):
-                    state = token(slot, i, state)
-                    at = chunk * CHUNK + i
+                def run(i, state):
+                    return update(slot, i, state)
 
-                    @pl.when(at >= num_old)
-                    def _read():
-                        q = tile.over_rows(tile.per_col.load(chunks.q.at[slot, i]), shape)
-                        out_gmem[seq * num_tokens + (at - num_old), value_head, channels] = _dot(
-                            state, q, tile
-                        )
+                def read_and_run(i, state):
+                    read(slot, i, state, seq * num_tokens + (start + i - 1 - first))
+                    return update(slot, i, state)
 
-                    return state
+                def inside(position):
+                    return jnp.clip(position - start, 0, CHUNK)
 
-                num_here = jnp.minimum(num_all - chunk * CHUNK, CHUNK)
-                state = lax.fori_loop(0, num_here, one_token, state)
-                done = (chunk + 1) * CHUNK
+                # Up to the first new token there is nothing to read.
+                bounds = [inside(x) for x in (begin, jnp.minimum(first + 1, stop), stop)]
+                state = lax.fori_loop(bounds[0], bounds[1], run, state)
+                state = lax.fori_loop(bounds[1], bounds[2], read_and_run, state)
+                done = start + CHUNK
 
-                @pl.when((lax.rem(done, STATE_BLOCK) == 0) & (done <= num_all))
+                @pl.when((lax.rem(done, STATE_BLOCK) == 0) & (done <= stop))
                 def _keep():
-                    block = first_block + (lax.div(done, STATE_BLOCK) - 1)
-                    _keep_state(state, states_gmem, place_of(seq, block), math)
+                    keep(seq, state, lax.div(done, STATE_BLOCK) - 1, jnp.int32(STATE_BLOCK))
 
                 return state
 
-            lax.fori_loop(0, num_chunks, one_chunk, state)
-            num_new = jnp.where(last >= 0, last + 1 - first, 0)
+            state = lax.fori_loop(0, num_chunks, one_chunk, state)
+            slot, i = lax.rem(num_chunks - 1, STAGES), lax.rem(stop, CHUNK)
+            read(slot, i, state, seq * num_tokens + (last - first))
 
-            @pl.loop(num_new, num_tokens)
-            def _padding(i):
-                nothing = line.full((SLICE,), 0.0)
-                out_gmem[seq * num_tokens + i, value_head, channels] = nothing
+            @pl.when(lax.rem(stop, STATE_BLOCK) > 0)
+            def _keep_last():
+                keep(seq, state, lax.div(stop, STATE_BLOCK), lax.rem(stop, STATE_BLOCK))
 
             # Nobody's copies begin while others read the last chunks.
             plgpu.commit_smem()
-            return plan_gmem[seq, NEXT]
 
         lax.fori_loop(0, plan_gmem[seq, COUNT], one_sequence, seq)
 
     return rows.run_kernel(
         body,
-        (
-            rows_of.q, rows_of.k, rows_of.v, rows_of.gates, states_ref, page_table, plan,
-            layer.reshape(1),
-        ),
+        (rows_of, pages_ref, states_ref, page_table, plan, layer.reshape(1)),
         out=jax.ShapeDtypeStruct((batch * num_tokens, num_keys * group, dim), jnp.float32),
         grid={"seq": batch, "head": num_keys * group, "slice": dim // SLICE},
         name="detjax_delta_rule",

@@ -2,7 +2,7 @@
 """Rows of new tokens into their pages on Hopper, and what the recurrence reads of all rows."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,24 +83,25 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedRows:
+class MixedRows(NamedTuple):
     """What the recurrence reads of each token, float32 but for the values.
 
-    Tokens are counted from the start of the block of a sequence's first new token; what lies
-    behind the last one is not written.
+    Tokens are counted from the last multiple of `GROUP` before the first of a sequence that is run;
+    what lies before that one and behind the last one is not written.
 
     Attributes:
-        q: [B, K, S, c]. Of new tokens, and of others in their groups.
+        q: [B, K, S, c], one place later: that of the token before. Of new tokens.
         k: [B, K, S, c].
         v: [B, K, G, S, C], in the compute dtype.
         gates: [B, K, G, 2, S]: how the state fades, and how much of the value is written.
+        begin: [B, K] int32: position of the first token that is run.
     """
 
     q: Any
     k: Any
     v: Any
     gates: Any
+    begin: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,32 +120,40 @@ class _Place:
     scalars: tuple
     is_interpreted: bool
 
-    def load(self, position, column: Any, shape: tuple[int, int], math: rows.Arithmetic):
-        """Rows from a position on, and columns: [rows, columns], zeros before position 0."""
+    def load(
+        self, position, shift: int, last, column: Any, shape: tuple[int, int],
+        math: rows.Arithmetic,
+    ):  # fmt: skip
+        """Rows `shift` before those from a position on: [rows, columns], zeros before position 0.
+
+        Behind the last position it is repeated, and read by nobody.
+        """
         seq, layer, head = self.scalars
         page_len, (count, width) = self.pages.shape[4], shape
         if self.is_interpreted:
             found = []
             for i in range(count):
-                at = jnp.maximum(position + i, 0)
+                there = jnp.minimum(position + i, last) - shift
+                at = jnp.maximum(there, 0)
                 row = self.pages[
                     layer, self.table[seq, at // page_len], 0, head, at % page_len,
                     pl.ds(column, width),
                 ]  # fmt: skip
-                found.append(jnp.where(position + i >= 0, row, jnp.zeros_like(row)))
+                found.append(jnp.where(there >= 0, row, jnp.zeros_like(row)))
             return jnp.stack(found)
 
         lanes = width // VEC_LEN
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5),
+            arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 6),
             return_type=plgpu.ShapeDtypeStruct(shape, self.pages.dtype, layout=math.layout),
         )
         def emit(ctx, pages, table, *scalars):
-            seq, layer, head, position, column = (x.registers.item() for x in scalars)
+            seq, layer, head, position, last, column = (x.registers.item() for x in scalars)
             row = arith.divui(ptx.thread(), ptx.i32(lanes))
             inner = arith.muli(arith.remui(ptx.thread(), ptx.i32(lanes)), ptx.i32(VEC_LEN))
-            position = arith.addi(position, row)
+            position = arith.minsi(arith.addi(position, row), last)
+            position = arith.subi(position, ptx.i32(shift))
             at = arith.maxsi(position, ptx.i32(0))
             page, offset = (op(at, ptx.i32(page_len)) for op in (arith.divui, arith.remui))
             page = memref.load(table, [_index(seq), _index(page)])
@@ -161,7 +170,22 @@ class _Place:
                 _layout=layout, _is_signed=None,
             )  # fmt: skip
 
-        return emit(self.pages, self.table, seq, layer, head, position, column)
+        return emit(self.pages, self.table, seq, layer, head, position, last, column)
+
+    def first_to_run(self, first):
+        """Where a sequence begins: at its first new token, if its block's state is that before it.
+
+        The number of tokens behind which that state is lies behind the row of the block's first
+        token, with which it is written over.
+        """
+        seq, layer, head = self.scalars
+        _, _, _, _, page_len, width = self.pages.shape
+        first = jnp.maximum(first, 0)
+        start = lax.div(first, STATE_BLOCK) * STATE_BLOCK
+        page = self.table[seq, lax.div(start, page_len)]
+        count = self.pages[layer, page, 0, head, lax.rem(start, page_len), width - 1]
+        is_there = count.astype(jnp.float32) == (first - start).astype(jnp.float32)
+        return jnp.where(is_there & (first > start), first, start)
 
     def load_gates(self, position, last, column: int, group: int, math: rows.Arithmetic):
         """One number of each token and head of values, a thread each: float32 [LANES]."""
@@ -275,8 +299,8 @@ def inverse_lengths(y, tile: rows.Tile):
 
 
 def scratch_len(num_tokens: int) -> int:
-    """Tokens of a sequence that are mixed at most: new ones, and those before them in a block."""
-    return pl.cdiv(num_tokens + STATE_BLOCK - 1, GROUP) * GROUP
+    """Places for new tokens, those before them in a block, and one for the last query."""
+    return pl.cdiv(num_tokens + STATE_BLOCK, GROUP) * GROUP
 
 
 def mix_rows(
@@ -307,28 +331,29 @@ def mix_rows(
 
     def body(
         filters_gmem, gates_gmem, pages_gmem, table_gmem, plan_gmem, layer_gmem,
-        q_gmem, k_gmem, v_gmem, gates_out,
+        q_gmem, k_gmem, v_gmem, gates_out, begin_gmem,
     ):  # fmt: skip
         seq, head = lax.axis_index("seq"), lax.axis_index("head")
         unit, token = lax.axis_index("unit"), lax.axis_index("group") * GROUP
         first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
-        start = lax.div(jnp.maximum(first, 0), STATE_BLOCK) * STATE_BLOCK
         place = _Place(
             pages=pages_gmem, table=table_gmem, scalars=(seq, layer_gmem[0], head),
             is_interpreted=interpret,
         )  # fmt: skip
-        is_wanted = start + token <= last
-        # Queries of tokens that are not new are not read.
-        is_wanted &= (unit > 0) | (start + token + GROUP > first)
+        begin = place.first_to_run(first)
+        base = lax.div(begin, GROUP) * GROUP
+        is_wanted = base + token <= last
+
+        @pl.when((token == 0) & (unit == 0))
+        def _begin():
+            begin_gmem[seq, head] = begin
 
         def channels(turn):
             """Some tokens' channels of this unit, behind the convolution."""
             inputs = []
             for i in range(width):
-                at = start + token + turn * tile_rows + (i - width + 1)
-                # What lies behind the last token is repeated, and read by nobody.
-                at = jnp.minimum(at, last + (i - width + 1) - lax.rem(last, tile_rows))
-                x = place.load(at, unit * dim, shape, tile.whole)
+                at = base + token + turn * tile_rows
+                x = place.load(at, width - 1 - i, last, unit * dim, shape, tile.whole)
                 inputs.append(x.astype(jnp.float32))
             return mixed(taps(), inputs, dtype, tile.whole)
 
@@ -337,29 +362,36 @@ def mix_rows(
             found = [tile.per_col.load(filters_gmem.at[head, i, columns]) for i in range(width)]
             return [tile.over_rows(f.astype(jnp.float32), shape) for f in found]
 
-        def each_turn(put):
+        def each_turn(put, first_read=begin):
             for turn in range(GROUP // tile_rows):
-                put(channels(turn), pl.ds(token + turn * tile_rows, tile_rows))
+                at = token + turn * tile_rows
+
+                @pl.when((base + at <= last) & (base + at + tile_rows > first_read))
+                def _turn(turn=turn, at=at):
+                    put(channels(turn), at)
 
         @pl.when(is_wanted & (unit == 0))
         def _queries():
             def put(y, at):
                 y = tile.whole.mul(y, inverse_lengths(y, tile))
-                q_gmem[seq, head, at, :] = tile.whole.mul(y, tile.whole.full(shape, scale))
+                y = tile.whole.mul(y, tile.whole.full(shape, scale))
+                q_gmem[seq, head, pl.ds(at + 1, tile_rows), :] = y
 
-            each_turn(put)
+            each_turn(put, first)
 
         @pl.when(is_wanted & (unit == 1))
         def _keys():
             def put(y, at):
-                k_gmem[seq, head, at, :] = tile.whole.mul(y, inverse_lengths(y, tile))
+                k_gmem[seq, head, pl.ds(at, tile_rows), :] = tile.whole.mul(
+                    y, inverse_lengths(y, tile)
+                )
 
             each_turn(put)
 
         @pl.when(is_wanted & (unit >= 2) & (unit < 2 + group))
         def _values():
             def put(y, at):
-                v_gmem[seq, head, unit - 2, at, :] = y.astype(dtype)  # exact
+                v_gmem[seq, head, unit - 2, pl.ds(at, tile_rows), :] = y.astype(dtype)  # exact
 
             each_turn(put)
 
@@ -367,7 +399,7 @@ def mix_rows(
         def _gates():
             columns = (2 + group) * dim
             b, a = (
-                place.load_gates(start + token, last, columns + i * group, group, line)
+                place.load_gates(base + token, last, columns + i * group, group, line)
                 for i in range(2)
             )
             decay, step = (_of_heads(ref, head, group, line) for ref in gates_gmem)
@@ -377,29 +409,20 @@ def mix_rows(
     if GROUP * group > rows.LANES:
         raise ValueError(f"sm90 has at most {rows.LANES // GROUP} heads of values a head of keys")
     of_heads = batch, num_keys
+    shapes = MixedRows(
+        q=jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
+        k=jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
+        v=jax.ShapeDtypeStruct((*of_heads, group, length, dim), dtype),
+        gates=jax.ShapeDtypeStruct((*of_heads, group, 2, length), jnp.float32),
+        begin=jax.ShapeDtypeStruct(of_heads, jnp.int32),
+    )
     return MixedRows(
-        **dict(
-            zip(
-                ("q", "k", "v", "gates"),
-                rows.run_kernel(
-                    body,
-                    (filters, gates, pages_ref, page_table, plan, layer.reshape(1)),
-                    out=[
-                        jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
-                        jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
-                        jax.ShapeDtypeStruct((*of_heads, group, length, dim), dtype),
-                        jax.ShapeDtypeStruct((*of_heads, group, 2, length), jnp.float32),
-                    ],
-                    grid={
-                        "seq": batch,
-                        "group": length // GROUP,
-                        "head": num_keys,
-                        "unit": 3 + group,
-                    },
-                    name="detjax_delta_mix",
-                    is_interpreted=interpret,
-                ),
-                strict=True,
-            )
+        *rows.run_kernel(
+            body,
+            (filters, gates, pages_ref, page_table, plan, layer.reshape(1)),
+            out=list(shapes),
+            grid={"seq": batch, "group": length // GROUP, "head": num_keys, "unit": 3 + group},
+            name="detjax_delta_mix",
+            is_interpreted=interpret,
         )
     )
