@@ -2,6 +2,8 @@
 """Gated DeltaNet of the sm90 backend: lowering and logic without a GPU, bits with one."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule import portable, sm90
 from detjax.pallas_kernels.delta_rule.sm90_plan import plan_sequences
 from detjax.pallas_kernels.output_gate import portable as portable_gate
@@ -19,8 +22,12 @@ from detjax.testing.bitwise import (
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.operation_cases import digest_of, operation_cases
 
 PAGE, BLOCK, WIDTH = 128, 64, 4
+HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())
+"""Digests of the reference backend."""
+
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
@@ -339,6 +346,14 @@ def test_rows_of_one_launch_that_need_each_other():
     assert_bitwise_equal(out[1], want[:256], claim="the first")
     for row in (2, 3):
         assert_bitwise_equal(out[row, :44], want[256:], claim="a copy reads the first's states")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HYBRID_CASES)
+def test_bits_are_those_of_the_reference(name):
+    """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
+    found = operation_cases()[name](Backend.SM90)
+    assert digest_of(found) == HYBRID_CASES[name], [np.asarray(x).ravel()[:4] for x in found]
 
 
 @pytest.mark.gpu
