@@ -44,7 +44,7 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
     query_len = num_tokens // page_table.shape[0]
 
     def body(rows_gmem, table_gmem, positions_gmem, layer_gmem, pages_gmem, _):
-        token = lax.axis_index("token")
+        token, head = lax.axis_index("token"), lax.axis_index("head")
         position = positions_gmem[token]
 
         @pl.when(position >= 0)
@@ -52,32 +52,28 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
             page = table_gmem[lax.div(token, query_len), lax.div(position, page_len)]
             offset = lax.rem(position, page_len)
             if interpret:
-                pages_gmem[layer_gmem[0], page, 0, :, offset, :] = rows_gmem[token]
+                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = rows_gmem[token, head]
                 return
 
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 4))
-            def emit(ctx, source, target, token, layer, page, offset):
-                token, layer, page, offset = (
-                    _index(x.registers.item()) for x in (token, layer, page, offset)
-                )
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5))
+            def emit(ctx, source, target, *scalars):
+                token, head, layer, page, offset = (_index(x.registers.item()) for x in scalars)
                 element = ir.MemRefType(source.type).element_type
                 kind, zero = ir.VectorType.get((each,), element), _index(ptx.i32(0))
-                for first in range(0, num_heads * in_row, rows.LANES):
+                for first in range(0, in_row, rows.LANES):
                     at = arith.addi(ptx.thread(), ptx.i32(first))
-                    with mgpu.utils.when(ptx.below(at, ptx.i32(num_heads * in_row))):
-                        head = _index(arith.divui(at, ptx.i32(in_row)))
-                        column = arith.muli(arith.remui(at, ptx.i32(in_row)), ptx.i32(each))
-                        column = _index(column)
+                    with mgpu.utils.when(ptx.below(at, ptx.i32(in_row))):
+                        column = _index(arith.muli(at, ptx.i32(each)))
                         value = vector.load(kind, source, [token, head, column])
                         vector.store(value, target, [layer, page, zero, head, offset, column])
 
-            emit(rows_gmem, pages_gmem, token, layer_gmem[0], page, offset)
+            emit(rows_gmem, pages_gmem, token, head, layer_gmem[0], page, offset)
 
     rows.run_kernel(
         body,
         (new_rows, page_table, positions.reshape(-1), layer.reshape(1), pages_ref),
         out=jax.ShapeDtypeStruct((1,), jnp.int32),
-        grid={"token": num_tokens},
+        grid={"token": num_tokens, "head": num_heads},
         name="detjax_delta_rows",
         is_interpreted=interpret,
     )
@@ -322,6 +318,7 @@ def mix_rows(
     """
     batch, (num_keys, group), dtype = len(plan), gates[0].shape, pages_ref.dtype
     width, length = filters.shape[1], scratch_len(num_tokens)
+    ctas = pl.cdiv(num_tokens, GROUP)  # of a sequence, a head and a unit; each takes groups in turn
     lanes = dim // VEC_LEN
     tile_rows = rows.LANES // lanes
     tile = rows.tile_of_rows(tile_rows, lanes=lanes, vec_len=VEC_LEN, is_interpreted=interpret)
@@ -334,7 +331,7 @@ def mix_rows(
         q_gmem, k_gmem, v_gmem, gates_out, begin_gmem,
     ):  # fmt: skip
         seq, head = lax.axis_index("seq"), lax.axis_index("head")
-        unit, token = lax.axis_index("unit"), lax.axis_index("group") * GROUP
+        unit, own = lax.axis_index("unit"), lax.axis_index("group")
         first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
         place = _Place(
             pages=pages_gmem, table=table_gmem, scalars=(seq, layer_gmem[0], head),
@@ -342,69 +339,74 @@ def mix_rows(
         )  # fmt: skip
         begin = place.first_to_run(first)
         base = lax.div(begin, GROUP) * GROUP
-        is_wanted = base + token <= last
+        num_groups = jnp.where(last >= 0, lax.div(last - base, GROUP) + 1, 0)
 
-        @pl.when((token == 0) & (unit == 0))
+        @pl.when((own == 0) & (unit == 0))
         def _begin():
             begin_gmem[seq, head] = begin
 
-        def channels(turn):
-            """Some tokens' channels of this unit, behind the convolution."""
-            inputs = []
-            for i in range(width):
-                at = base + token + turn * tile_rows
-                x = place.load(at, width - 1 - i, last, unit * dim, shape, tile.whole)
-                inputs.append(x.astype(jnp.float32))
-            return mixed(taps(), inputs, dtype, tile.whole)
+        def one_group(token):
+            def channels(turn):
+                """Some tokens' channels of this unit, behind the convolution."""
+                inputs = []
+                for i in range(width):
+                    at = base + token + turn * tile_rows
+                    x = place.load(at, width - 1 - i, last, unit * dim, shape, tile.whole)
+                    inputs.append(x.astype(jnp.float32))
+                return mixed(taps(), inputs, dtype, tile.whole)
 
-        def taps():
-            columns = pl.ds(unit * dim, dim)
-            found = [tile.per_col.load(filters_gmem.at[head, i, columns]) for i in range(width)]
-            return [tile.over_rows(f.astype(jnp.float32), shape) for f in found]
+            def taps():
+                columns = pl.ds(unit * dim, dim)
+                found = [tile.per_col.load(filters_gmem.at[head, i, columns]) for i in range(width)]
+                return [tile.over_rows(f.astype(jnp.float32), shape) for f in found]
 
-        def each_turn(put, first_read=begin):
-            for turn in range(GROUP // tile_rows):
-                at = token + turn * tile_rows
+            def each_turn(put, first_read=begin):
+                for turn in range(GROUP // tile_rows):
+                    at = token + turn * tile_rows
 
-                @pl.when((base + at <= last) & (base + at + tile_rows > first_read))
-                def _turn(turn=turn, at=at):
-                    put(channels(turn), at)
+                    @pl.when((base + at <= last) & (base + at + tile_rows > first_read))
+                    def _turn(turn=turn, at=at):
+                        put(channels(turn), at)
 
-        @pl.when(is_wanted & (unit == 0))
-        def _queries():
-            def put(y, at):
-                y = tile.whole.mul(y, inverse_lengths(y, tile))
-                y = tile.whole.mul(y, tile.whole.full(shape, scale))
-                q_gmem[seq, head, pl.ds(at + 1, tile_rows), :] = y
+            @pl.when((unit == 0) & (base + token + GROUP > first))
+            def _queries():
+                def put(y, at):
+                    y = tile.whole.mul(y, inverse_lengths(y, tile))
+                    y = tile.whole.mul(y, tile.whole.full(shape, scale))
+                    q_gmem[seq, head, pl.ds(at + 1, tile_rows), :] = y
 
-            each_turn(put, first)
+                each_turn(put, first)
 
-        @pl.when(is_wanted & (unit == 1))
-        def _keys():
-            def put(y, at):
-                k_gmem[seq, head, pl.ds(at, tile_rows), :] = tile.whole.mul(
-                    y, inverse_lengths(y, tile)
+            @pl.when(unit == 1)
+            def _keys():
+                def put(y, at):
+                    k_gmem[seq, head, pl.ds(at, tile_rows), :] = tile.whole.mul(
+                        y, inverse_lengths(y, tile)
+                    )
+
+                each_turn(put)
+
+            @pl.when((unit >= 2) & (unit < 2 + group))
+            def _values():
+                def put(y, at):
+                    v_gmem[seq, head, unit - 2, pl.ds(at, tile_rows), :] = y.astype(dtype)  # exact
+
+                each_turn(put)
+
+            @pl.when(unit == 2 + group)
+            def _gates():
+                columns = (2 + group) * dim
+                b, a = (
+                    place.load_gates(base + token, last, columns + i * group, group, line)
+                    for i in range(2)
                 )
+                decay, step = (_of_heads(ref, head, group, line) for ref in gates_gmem)
+                for which, values in enumerate(gates_of(b, a, decay, step, line)):
+                    _keep_gates(values, gates_out, which, (seq, head, token), group, line)
 
-            each_turn(put)
-
-        @pl.when(is_wanted & (unit >= 2) & (unit < 2 + group))
-        def _values():
-            def put(y, at):
-                v_gmem[seq, head, unit - 2, pl.ds(at, tile_rows), :] = y.astype(dtype)  # exact
-
-            each_turn(put)
-
-        @pl.when(is_wanted & (unit == 2 + group))
-        def _gates():
-            columns = (2 + group) * dim
-            b, a = (
-                place.load_gates(base + token, last, columns + i * group, group, line)
-                for i in range(2)
-            )
-            decay, step = (_of_heads(ref, head, group, line) for ref in gates_gmem)
-            for which, values in enumerate(gates_of(b, a, decay, step, line)):
-                _keep_gates(values, gates_out, which, (seq, head, token), group, line)
+        @pl.loop(0, lax.div(num_groups - own + (ctas - 1), jnp.int32(ctas)))
+        def _groups(turn):
+            one_group((own + turn * ctas) * GROUP)
 
     if GROUP * group > rows.LANES:
         raise ValueError(f"sm90 has at most {rows.LANES // GROUP} heads of values a head of keys")
@@ -421,7 +423,7 @@ def mix_rows(
             body,
             (filters, gates, pages_ref, page_table, plan, layer.reshape(1)),
             out=list(shapes),
-            grid={"seq": batch, "group": length // GROUP, "head": num_keys, "unit": 3 + group},
+            grid={"seq": batch, "group": ctas, "head": num_keys, "unit": 3 + group},
             name="detjax_delta_mix",
             is_interpreted=interpret,
         )
