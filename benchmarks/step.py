@@ -53,7 +53,6 @@ from detjax.models.quantization.quantize import RECIPES
 from detjax.models.weights.packed import MatrixForm, with_packed_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.linear.quantized import LARGEST as LARGEST_8_BITS
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.parallel.mesh import make_mesh
@@ -252,7 +251,7 @@ class Runner:
             self.model = in_8_bits(self.model, scheme)
         self._max_len = max_len
         self._params = {"full": self.model.params}
-        self.num_pages = max(len(c.rows) * -(-(c.start + c.length) // 128) for c in cases)
+        self.num_pages = max(len(c.rows) * self._pages_of(c) for c in cases)
         shapes = pages_shape(self.model, self.num_pages)
 
         def draw(shape):
@@ -272,10 +271,18 @@ class Runner:
         self._params[dtype] = quantise_params(self.model.params, jnp.dtype(dtype))
         return f"fast {dtype}"
 
+    def _tokens_of(self, case: Case) -> int:
+        """Tokens of a sequence behind its last step: those of linear attention go on."""
+        goes_on = case.length == 1 and self.model.config.linear_attention is not None
+        return case.start + (case.repeats if goes_on else case.length)
+
+    def _pages_of(self, case: Case) -> int:
+        return -(-self._tokens_of(case) // 128)
+
     def key_of(self, impl: str, case: Case) -> ProgramKey:
         """The engine's name for the program that runs a case."""
         mode, _, weights = impl.partition(" ")
-        after = case.start + case.length + 1  # a sequence that goes on
+        after = 1 + self._tokens_of(case)  # a sequence that goes on
         return plain_key(
             case.kind, rows=len(case.rows), length=case.length,
             table_len=-(-max(after, self._max_len) // 128),
@@ -293,7 +300,7 @@ class Runner:
             key = self.key_of(impl, case)
             positions = case.start + np.arange(case.length)[None]
             rows = np.asarray(case.rows)[:, None]
-            held = -(-(case.start + case.length) // 128)
+            held = self._pages_of(case)
             pages = np.zeros((len(case.rows), key.table_len), np.int32)
             pages[:, :held] = rows * held + np.arange(held)[None]
             self._operands[name] = operands_for(
@@ -342,12 +349,30 @@ class Runner:
         """Run dependent steps; milliseconds of wall time a step."""
         step, _ = self.compiled(impl, case)
         of_launches = launches(self.operands(impl, case), repeats)
+        if case.length == 1 and self.model.config.linear_attention is not None:
+            return self._run_on(impl, case, of_launches)
         jax.block_until_ready((self.pages, of_launches))
         begin = time.perf_counter()
         for operands in of_launches:
             self.pages, result = step(self.pages, *operands)
         jax.block_until_ready((self.pages, result))
         return (time.perf_counter() - begin) / repeats * 1e3
+
+    def _run_on(self, impl: str, case: Case, of_launches: list[tuple]) -> float:
+        """The same of steps that each decode the next token, from the slots that one leaves.
+
+        A step of linear attention begins at the state that the step before has left.
+        """
+        programs, key = self._programs[len(case.rows)], self.key_of(impl, case)
+        step = programs.get(key, self.params(impl))
+        params, tables = self.params(impl), self.model.rope_tables
+        slots, sampling, *host = of_launches[0]
+        jax.block_until_ready((self.pages, of_launches))
+        begin = time.perf_counter()
+        for _ in of_launches:
+            self.pages, slots, *_, result = step(params, tables, self.pages, slots, sampling, *host)
+        jax.block_until_ready((self.pages, result))
+        return (time.perf_counter() - begin) / len(of_launches) * 1e3
 
     def wall_ms(self, impl: str, case: Case) -> float:
         """Median of five runs, after one that warms up."""
@@ -408,7 +433,7 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     context = case.start + case.length
     num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
     kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
-    kv += len(case.rows) * linear_bytes(config, case.start)
+    kv += len(case.rows) * linear_bytes(config)
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
 
@@ -418,12 +443,12 @@ def windows_of_attention(config: ModelConfig) -> list[int | None]:
     return [window for i, window in windows if not config.is_linear(i)]
 
 
-def linear_bytes(config: ModelConfig, start: int) -> int:
-    """What a decode step reads of a sequence's linear attention: states, and rows since then."""
+def linear_bytes(config: ModelConfig) -> int:
+    """What a decode step has to read of a sequence's linear attention: states, and four rows."""
     if (linear := config.linear_attention) is None:
         return 0
     states = 4 * linear.num_value_heads * linear.key_dim * linear.value_dim
-    rows = 2 * linear.num_key_heads * linear.row_width * (start % STATE_BLOCK + linear.conv_width)
+    rows = 2 * linear.num_key_heads * linear.row_width * linear.conv_width
     return sum(linear.layers) * (states + rows)
 
 
