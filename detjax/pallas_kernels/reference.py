@@ -61,11 +61,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_linear_attention = (
-    "the reference backend has no linear attention (gated DeltaNet), as sm90, whose bits it has, "
-    "has none; use backend portable"
-)
-withheld_head_ranks = ""
+withheld_linear_attention = withheld_head_ranks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
 withheld_w8a8_scales = ""
 

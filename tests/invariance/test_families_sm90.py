@@ -24,7 +24,6 @@ from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
@@ -36,12 +35,6 @@ CASES = (
 )  # fmt: skip
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
-
-
-@pytest.fixture(autouse=True)
-def hybrids(monkeypatch):
-    """What is withheld until these tests have run on a GPU."""
-    monkeypatch.setattr(sm90, "withheld_linear_attention", "")
 
 
 def config_of(case: str) -> ModelConfig:

@@ -121,10 +121,10 @@ def test_ranks_have_whole_heads_of_keys():
         check_tp(config(), 4)
 
 
-@pytest.mark.parametrize("backend", [Backend.SM90, Backend.REFERENCE])
-def test_other_backends_say_that_they_have_no_kernels(backend):
-    why = why_unsupported(config(), NumericsProfile(), backend, 1)
-    assert "linear attention" in why and "use backend portable" in why
+def test_hopper_kernels_refuse_heads_that_they_do_not_have():
+    why = why_unsupported(config(), NumericsProfile(), Backend.SM90, 1)
+    assert why is not None and "32" in why
+    assert why_unsupported(config(), NumericsProfile(), Backend.REFERENCE, 1) is None
 
 
 def test_training_and_adapters_say_why_not():

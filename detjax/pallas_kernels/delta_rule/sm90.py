@@ -75,7 +75,7 @@ def _delta_rule(
     page_len, num_tokens = row_pages.shape[4], positions.shape[1]
     rows_ref, states_ref = jax.new_ref(row_pages), jax.new_ref(state_pages)
     write_rows(new_rows, rows_ref, page_table, positions, layer, interpret=interpret)
-    plan = plan_sequences(page_table, positions, page_len=page_len, block=STATE_BLOCK)
+    plan = plan_sequences(page_table, positions, page_len=page_len)
     mixed = mix_rows(
         filters, gates, rows_ref, page_table, plan, layer, num_tokens=num_tokens,
         dim=state_pages.shape[4], interpret=interpret,

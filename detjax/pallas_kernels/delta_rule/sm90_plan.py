@@ -5,16 +5,31 @@ Integers alone, from page tables and positions: the same for every layer.
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.array_types import Array, Int32
+from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 
 FIRST, LAST, NEXT, COUNT = range(4)
 """Columns of a plan: positions of the first and the last new token, -1 for none; the sequence to
 compute after this one, and how many a CTA that begins here computes; 0 for none."""
 
 
+def begin_of(first, count) -> jax.Array:
+    """Where a sequence begins: at its first new token, if the state of its block is that before it.
+
+    Args:
+        first: Position of the first new token, an int32 scalar.
+        count: Tokens of the block behind which its state is, a number of any float dtype.
+    """
+    first = jnp.maximum(first, 0)
+    start = lax.div(first, jnp.int32(STATE_BLOCK)) * STATE_BLOCK
+    is_there = count.astype(jnp.float32) == (first - start).astype(jnp.float32)
+    return jnp.where(is_there & (first > start), first, start)
+
+
 def plan_sequences(
-    page_table: Int32[Array, "B n"], positions: Int32[Array, "B T"], *, page_len: int, block: int
+    page_table: Int32[Array, "B n"], positions: Int32[Array, "B T"], *, page_len: int
 ) -> Int32[Array, "B 4"]:
     """Say what is new of each sequence, and which sequences follow from each other.
 
@@ -24,7 +39,7 @@ def plan_sequences(
     batch, num_tokens = positions.shape
     rows = jnp.arange(batch, dtype=jnp.int32)
     first, last = positions[:, 0], jnp.max(positions, axis=1)
-    start = jnp.maximum(first, 0) // block * block
+    start = jnp.maximum(first, 0) // STATE_BLOCK * STATE_BLOCK
     before = jnp.maximum(start - 1, 0) // page_len
     needed = jnp.take_along_axis(page_table, before[:, None], axis=1)[:, 0]
     # Pages that each sequence writes.

@@ -19,7 +19,7 @@ from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.delta_rule.portable import NORM_EPS
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
-from detjax.pallas_kernels.delta_rule.sm90_plan import FIRST, LAST
+from detjax.pallas_kernels.delta_rule.sm90_plan import FIRST, LAST, begin_of
 from detjax.pallas_kernels.swiglu.sm90 import over_decay
 
 VEC_LEN = 4
@@ -168,20 +168,18 @@ class _Place:
 
         return emit(self.pages, self.table, seq, layer, head, position, last, column)
 
-    def first_to_run(self, first):
-        """Where a sequence begins: at its first new token, if its block's state is that before it.
+    def begin(self, first):
+        """Where the sequence begins: `begin_of`.
 
-        The number of tokens behind which that state is lies behind the row of the block's first
-        token, with which it is written over.
+        The number of tokens behind which a block's state is lies behind the row of its first token,
+        with which it is written over.
         """
         seq, layer, head = self.scalars
         _, _, _, _, page_len, width = self.pages.shape
-        first = jnp.maximum(first, 0)
-        start = lax.div(first, STATE_BLOCK) * STATE_BLOCK
+        start = lax.div(jnp.maximum(first, 0), STATE_BLOCK) * STATE_BLOCK
         page = self.table[seq, lax.div(start, page_len)]
         count = self.pages[layer, page, 0, head, lax.rem(start, page_len), width - 1]
-        is_there = count.astype(jnp.float32) == (first - start).astype(jnp.float32)
-        return jnp.where(is_there & (first > start), first, start)
+        return begin_of(first, count)
 
     def load_gates(self, position, last, column: int, group: int, math: rows.Arithmetic):
         """One number of each token and head of values, a thread each: float32 [LANES]."""
@@ -337,7 +335,7 @@ def mix_rows(
             pages=pages_gmem, table=table_gmem, scalars=(seq, layer_gmem[0], head),
             is_interpreted=interpret,
         )  # fmt: skip
-        begin = place.first_to_run(first)
+        begin = place.begin(first)
         base = lax.div(begin, GROUP) * GROUP
         num_groups = jnp.where(last >= 0, lax.div(last - base, GROUP) + 1, 0)
 
