@@ -4,6 +4,7 @@
 Integers alone, from page tables and positions: the same for every layer.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
