@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.delta_rule.sm90_plan import plan_sequences
 from detjax.pallas_kernels.delta_rule.sm90_recurrence import read_states
@@ -45,7 +45,7 @@ def _check(filters, gates, row_pages, state_pages) -> None:
 
 
 def delta_rule(
-    new_rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int,
+    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int,
     *, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """See `api.delta_rule`.
@@ -63,7 +63,7 @@ def delta_rule(
     _check(filters, gates, row_pages, state_pages)
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     return _delta_rule(
-        new_rows, filters, gates, row_pages, state_pages, page_table, positions,
+        rows, filters, gates, row_pages, state_pages, page_table, positions,
         jnp.int32(layer), interpret=interpret,
     )  # fmt: skip
 
@@ -103,8 +103,8 @@ def gated_rms_norm(x, z, gain, *, eps: float, interpret: bool = False) -> jax.Ar
     form = norm.row_sum(width)
     if form.is_wide:
         raise ValueError(f"sm90 has a gated norm of at most 256 channels, not of {width}")
-    tile_rows = rows.most_rows(rows.LANES // form.lanes, num_rows)
-    tile = rows.tile_of_rows(
+    tile_rows = sm90_rows.most_rows(sm90_rows.LANES // form.lanes, num_rows)
+    tile = sm90_rows.tile_of_rows(
         tile_rows, lanes=form.lanes, vec_len=form.vec_len, is_interpreted=interpret
     )
     part_len = width // form.num_parts
@@ -122,7 +122,7 @@ def gated_rms_norm(x, z, gain, *, eps: float, interpret: bool = False) -> jax.Ar
             gated = tile.whole.mul(value, over_decay(gate, gate, tile.whole))
             out_gmem[here, c] = gated.astype(z.dtype)  # ROUND: once
 
-    return rows.run_kernel(
+    return sm90_rows.run_kernel(
         body,
         (x, z, gain),
         out=jax.ShapeDtypeStruct(x.shape, z.dtype),
