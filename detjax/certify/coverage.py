@@ -13,7 +13,6 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -81,24 +80,19 @@ REFUSED: dict[tuple[str, Backend], str] = {
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
 
-_SM90_GEMMA_REFUSED = {
+_SM90_WIDE_REFUSED = {
     ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": {
-        **_SM90_GEMMA_REFUSED,
+        **_SM90_WIDE_REFUSED,
         ("bfloat16", Backend.REFERENCE): (
             "attention of the reference backend has no soft cap on scores (softcap=50.0); use "
             "portable"
         ),
     },
-    "gemma3_text": _SM90_GEMMA_REFUSED,
-    "qwen3_5_text": {
-        (dtype, backend): KERNELS[backend].withheld_linear_attention
-        for dtype in DTYPES
-        for backend in Backend
-        if KERNELS[backend].withheld_linear_attention
-    },
+    "gemma3_text": _SM90_WIDE_REFUSED,
+    "qwen3_5_text": _SM90_WIDE_REFUSED,
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 
