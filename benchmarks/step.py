@@ -44,7 +44,7 @@ from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.running.programs import ProgramCache
-from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
+from detjax.models.config import ExpertConfig, LinearAttentionConfig, ModelConfig, RopeConfig
 from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel, random_model
@@ -90,6 +90,19 @@ def _gpt_oss(*, num_experts: int, num_layers: int) -> ModelConfig:
     return dataclasses.replace(config, max_position_embeddings=8192, eos_token_ids=())
 
 
+def _hybrid(*, num_layers: int, num_kv_heads: int = 8, **sizes) -> ModelConfig:
+    """Three layers of gated DeltaNet, then attention, whose 256 channels a head are two of 128."""
+    config = _config(
+        vocab_size=248320, num_layers=num_layers, num_heads=32, num_kv_heads=num_kv_heads,
+        head_dim=128, qk_norm=True, **sizes,
+    )  # fmt: skip
+    linear = LinearAttentionConfig(
+        num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, conv_width=4,
+        layers=tuple(i % 4 != 3 for i in range(num_layers)),
+    )  # fmt: skip
+    return dataclasses.replace(config, linear_attention=linear, has_output_gate=True)
+
+
 MODELS = {
     "llama3_8b": _config(
         vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
@@ -113,6 +126,12 @@ MODELS = {
         experts=ExpertConfig(
             num_experts=128, top_k=8, width=768, renormalise=True, layers=(True,) * 48
         ),
+    ),
+    "qwen35_4b": _hybrid(hidden_size=2560, intermediate_size=9216, num_layers=32),
+    "qwen35_4b_half": _hybrid(hidden_size=2560, intermediate_size=9216, num_layers=16),
+    # Layers of Qwen3.5-35B-A3B: the feed-forward width is that of a token's experts together.
+    "qwen35_35b_dense": _hybrid(
+        hidden_size=2048, intermediate_size=4608, num_layers=40, num_kv_heads=4
     ),
     "gpt_oss_20b": _gpt_oss(num_experts=32, num_layers=24),
     # What `tools/train_tiny.py` trains.
@@ -232,14 +251,17 @@ class Runner:
             self.model = in_8_bits(self.model, scheme)
         self._max_len = max_len
         self._params = {"full": self.model.params}
-        self.num_pages = max(len(c.rows) * -(-(c.start + c.length) // 128) for c in cases)
-        shape = pages_shape(self.model, self.num_pages)
+        self.num_pages = max(len(c.rows) * self._pages_of(c) for c in cases)
+        shapes = pages_shape(self.model, self.num_pages)
 
-        def draw():
+        def draw(shape):
             bits = jax.random.bits(jax.random.key(1), shape.shape, jnp.uint16)
             return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
 
-        self.pages = jax.jit(draw, out_shardings=shape.sharding)()
+        def draw_one(shape):
+            return jax.jit(functools.partial(draw, shape), out_shardings=shape.sharding)()
+
+        self.pages = jax.tree.map(draw_one, shapes)
         self._programs: dict[int, ProgramCache] = {}
         self._compile_s: dict[ProgramKey, float] = {}
         self._operands: dict[tuple[str, str], tuple] = {}
@@ -249,10 +271,18 @@ class Runner:
         self._params[dtype] = quantise_params(self.model.params, jnp.dtype(dtype))
         return f"fast {dtype}"
 
+    def _tokens_of(self, case: Case) -> int:
+        """Tokens of a sequence behind its last step: those of linear attention go on."""
+        goes_on = case.length == 1 and self.model.config.linear_attention is not None
+        return case.start + (case.repeats if goes_on else case.length)
+
+    def _pages_of(self, case: Case) -> int:
+        return -(-self._tokens_of(case) // 128)
+
     def key_of(self, impl: str, case: Case) -> ProgramKey:
         """The engine's name for the program that runs a case."""
         mode, _, weights = impl.partition(" ")
-        after = case.start + case.length + 1  # a sequence that goes on
+        after = 1 + self._tokens_of(case)  # a sequence that goes on
         return plain_key(
             case.kind, rows=len(case.rows), length=case.length,
             table_len=-(-max(after, self._max_len) // 128),
@@ -270,7 +300,7 @@ class Runner:
             key = self.key_of(impl, case)
             positions = case.start + np.arange(case.length)[None]
             rows = np.asarray(case.rows)[:, None]
-            held = -(-(case.start + case.length) // 128)
+            held = self._pages_of(case)
             pages = np.zeros((len(case.rows), key.table_len), np.int32)
             pages[:, :held] = rows * held + np.arange(held)[None]
             self._operands[name] = operands_for(
@@ -319,12 +349,30 @@ class Runner:
         """Run dependent steps; milliseconds of wall time a step."""
         step, _ = self.compiled(impl, case)
         of_launches = launches(self.operands(impl, case), repeats)
+        if case.length == 1 and self.model.config.linear_attention is not None:
+            return self._run_on(impl, case, of_launches)
         jax.block_until_ready((self.pages, of_launches))
         begin = time.perf_counter()
         for operands in of_launches:
             self.pages, result = step(self.pages, *operands)
         jax.block_until_ready((self.pages, result))
         return (time.perf_counter() - begin) / repeats * 1e3
+
+    def _run_on(self, impl: str, case: Case, of_launches: list[tuple]) -> float:
+        """The same of steps that each decode the next token, from the slots that one leaves.
+
+        A step of linear attention begins at the state that the step before has left.
+        """
+        programs, key = self._programs[len(case.rows)], self.key_of(impl, case)
+        step = programs.get(key, self.params(impl))
+        params, tables = self.params(impl), self.model.rope_tables
+        slots, sampling, *host = of_launches[0]
+        jax.block_until_ready((self.pages, of_launches))
+        begin = time.perf_counter()
+        for _ in of_launches:
+            self.pages, slots, *_, result = step(params, tables, self.pages, slots, sampling, *host)
+        jax.block_until_ready((self.pages, result))
+        return (time.perf_counter() - begin) / len(of_launches) * 1e3
 
     def wall_ms(self, impl: str, case: Case) -> float:
         """Median of five runs, after one that warms up."""
@@ -383,9 +431,25 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     weights = sum(x.nbytes for x in shared) - params["embed"].nbytes
     weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
-    num_keys = sum(min(context, window or context) for window in config.sliding_windows)
+    num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
     kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
+    kv += len(case.rows) * linear_bytes(config)
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
+
+
+def windows_of_attention(config: ModelConfig) -> list[int | None]:
+    """Windows of the layers that have attention."""
+    windows = enumerate(config.sliding_windows)
+    return [window for i, window in windows if not config.is_linear(i)]
+
+
+def linear_bytes(config: ModelConfig) -> int:
+    """What a decode step has to read of a sequence's linear attention: states, and four rows."""
+    if (linear := config.linear_attention) is None:
+        return 0
+    states = 4 * linear.num_value_heads * linear.key_dim * linear.value_dim
+    rows = 2 * linear.num_key_heads * linear.row_width * linear.conv_width
+    return sum(linear.layers) * (states + rows)
 
 
 def prefill_flop(model: LoadedModel, length: int) -> float:
@@ -405,7 +469,7 @@ def prefill_flop(model: LoadedModel, length: int) -> float:
     of_qkv = weights(last["qkv"])
     of_all = weights(layers) + of_qkv
     of_last = weights(last) - of_qkv
-    seen = (min(length, window or length) for window in config.sliding_windows[:-1])
+    seen = (min(length, window or length) for window in windows_of_attention(config)[:-1])
     num_pairs = sum(2 * window * length - window**2 for window in seen)
     scores = config.num_heads * config.head_dim * num_pairs
     scores += 2 * config.num_heads * config.head_dim * length

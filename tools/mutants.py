@@ -37,6 +37,7 @@ CLAIMS, SCHEDULES = "tests/invariance/test_kernel_claims.py", "tests/invariance/
 SAMPLES = "tests/engine/test_sampling.py"
 SPECULATION = "tests/engine/test_speculation.py"
 CHOICE, ROUNDING = "tests/engine/test_choice.py", "tests/pallas_kernels/test_rounding.py"
+DELTA_RULE = "tests/pallas_kernels/test_delta_rule_sm90.py"
 PINNED = "tests/invariance/test_pinned.py"
 
 
@@ -642,6 +643,30 @@ MUTANTS = (
             "tests/pallas_kernels/test_attention_sm90.py"
             "::test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant",
         ),
+    ),
+    Mutant(
+        name="state-of-a-failed-draft",
+        fault="a step of linear attention begins at whatever state its block has",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/delta_rule/sm90_plan.py",
+                old="jnp.where(is_there & (first > start), first, start)",
+                new="jnp.where(first > start, first, start)",
+            ),
+        ),
+        tests=(f"{DELTA_RULE}::test_a_step_begins_at_a_state_only_behind_the_token_before",),
+    ),
+    Mutant(
+        name="state-nobody-has-written",
+        fault="a copy of a prompt does not wait for the states of the prompt in its launch",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/delta_rule/sm90_plan.py",
+                old="    root = jnp.where(root >= 0, root, rows)\n",
+                new="    root = rows\n",
+            ),
+        ),
+        tests=(f"{DELTA_RULE}::test_a_sequence_follows_the_one_that_writes_its_page",),
     ),
     Mutant(
         name="key-of-another-head",

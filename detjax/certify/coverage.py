@@ -13,7 +13,6 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -22,14 +21,16 @@ COLUMNS = ("model", "dtype", "backend", "mode", "state")
 CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
+_PORTABLE = "tests/invariance/test_portable_answers.py"
 _EXPERTS = "tests/invariance/test_expert_answers.py"
 _OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 _FAMILIES = "tests/invariance/test_families.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
-    ("llama", "bfloat16", "portable", "invariant"): _ANSWERS,
-    ("llama", "bfloat16", "portable", "dvr"): "tests/invariance/test_schedules.py",
-    ("llama", "bfloat16", "reference", "invariant"): "tests/pallas_kernels/test_reference.py",
+    ("llama", "bfloat16", "portable", "invariant"): _PORTABLE,
+    ("llama", "bfloat16", "portable", "dvr"): _PORTABLE,
+    ("llama", "bfloat16", "reference", "invariant"): _ANSWERS,
+    ("llama", "bfloat16", "reference", "dvr"): "tests/invariance/test_schedules.py",
     ("llama", "bfloat16", "sm90", "invariant"): _SM90,
     ("llama", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
@@ -37,16 +38,16 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("mistral", "float32", "portable", "invariant"): _FLOAT32,
     ("qwen2", "float32", "portable", "invariant"): _FLOAT32,
     ("qwen2", "bfloat16", "sm90", "invariant"): _SM90,
-    ("qwen3", "bfloat16", "portable", "invariant"): (
-        f"{_ANSWERS}::test_answers_are_bitwise_mesh_invariant"
-    ),
+    ("qwen3", "bfloat16", "portable", "invariant"): _PORTABLE,
+    ("qwen3", "bfloat16", "portable", "dvr"): _PORTABLE,
     ("qwen3", "bfloat16", "sm90", "invariant"): _SM90,
     ("qwen3", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
     ),
-    ("qwen3_moe", "bfloat16", "portable", "invariant"): _EXPERTS,
-    ("qwen3_moe", "bfloat16", "reference", "invariant"): "tests/pallas_kernels/test_reference.py",
-    ("qwen3_moe", "bfloat16", "portable", "dvr"): (
+    ("qwen3_moe", "bfloat16", "portable", "invariant"): _PORTABLE,
+    ("qwen3_moe", "bfloat16", "portable", "dvr"): _PORTABLE,
+    ("qwen3_moe", "bfloat16", "reference", "invariant"): _EXPERTS,
+    ("qwen3_moe", "bfloat16", "reference", "dvr"): (
         f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
     **{
@@ -79,24 +80,19 @@ REFUSED: dict[tuple[str, Backend], str] = {
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
 
-_SM90_GEMMA_REFUSED = {
+_SM90_WIDE_REFUSED = {
     ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
 }
 REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
     "gemma2": {
-        **_SM90_GEMMA_REFUSED,
+        **_SM90_WIDE_REFUSED,
         ("bfloat16", Backend.REFERENCE): (
             "attention of the reference backend has no soft cap on scores (softcap=50.0); use "
             "portable"
         ),
     },
-    "gemma3_text": _SM90_GEMMA_REFUSED,
-    "qwen3_5_text": {
-        (dtype, backend): KERNELS[backend].withheld_linear_attention
-        for dtype in DTYPES
-        for backend in Backend
-        if KERNELS[backend].withheld_linear_attention
-    },
+    "gemma3_text": _SM90_WIDE_REFUSED,
+    "qwen3_5_text": _SM90_WIDE_REFUSED,
 }
 """What a backend refuses beside that in the usual sizes of a family."""
 

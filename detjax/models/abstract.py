@@ -12,6 +12,7 @@ from detjax.compilation.kept_executables import find_or_ask
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import forward, local_logits
 from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.pages import cache_of
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -104,7 +105,7 @@ def _why_not_traced(
     """Trace one layer of each kind, with `params` of `specs` or as the configuration has them."""
     layers = params["layers"] if params else [None] * config.num_layers
     kinds = {
-        (config.sliding_windows[i], config.has_experts(i), repr(layers[i])): i
+        (config.sliding_windows[i], config.has_experts(i), config.is_linear(i), repr(layers[i])): i
         for i in range(config.num_layers)
     }
     config = config.with_layers(list(kinds.values()))
@@ -133,8 +134,11 @@ def _why_not_traced(
         check_vma=False,
     )
     table = jax.ShapeDtypeStruct((1024, len(config.ropes) * config.head_dim // 2), jnp.float32)
-    page = (2, num_slots, profile.attention_block, config.head_dim)
-    pages = jax.ShapeDtypeStruct((config.num_layers, 8, *page), profile.activation_dtype)
+
+    def shape(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_layers, 8, *page), dtype)
+
+    pages = cache_of(config, profile, num_kv_slots=num_slots, make=shape)
     for length in PROBED_LENGTHS:
         ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
         tokens = Tokens(ids=ids, positions=ids, page_table=jax.ShapeDtypeStruct((1, 8), jnp.int32))

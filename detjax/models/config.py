@@ -97,6 +97,10 @@ class ExpertConfig:
     clamp: SwigluClamp | None = None
 
 
+ROW_ALIGNMENT = 8
+"""Numbers of which rows of linear attention are a multiple."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearAttentionConfig:
     """Gated DeltaNet in place of attention (Yang et al. 2024, arXiv:2412.06464).
@@ -124,8 +128,13 @@ class LinearAttentionConfig:
 
     @property
     def row_width(self) -> int:
-        """Numbers of a key head that the cache keeps of a token: q, k, v, b and a."""
-        return 2 * self.key_dim + self.group * (self.value_dim + 2)
+        """Numbers of a key head that the cache keeps of a token: q, k, v, b and a.
+
+        At least one that kernels use themselves lies behind them, and zeros that fill 16 bytes of
+        any dtype, at which a GPU's copies begin.
+        """
+        width = 2 * self.key_dim + self.group * (self.value_dim + 2) + 1
+        return -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

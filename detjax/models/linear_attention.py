@@ -22,7 +22,7 @@ class _Projected(NamedTuple):
     """What a layer makes of its normalised rows.
 
     Attributes:
-        rows: [M, K, X]: q, k, values, b and a of each head of keys.
+        rows: [M, K, X]: q, k, values, b and a of each head of keys, and zeros.
         z: [M, H, C]: gates of the heads of values.
     """
 
@@ -46,8 +46,10 @@ def _split(sizes: LinearAttentionConfig, projected: Activation[Array, "M O"]) ->
     widths = (keys, keys, values, values, num_values, num_values)
     ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
     q, k, v, z, b, a = jnp.split(projected, ends, axis=1)
+    rows = _by_key_head(sizes, [q, k, v, b, a])
+    padding = sizes.row_width - rows.shape[2]
     return _Projected(
-        rows=_by_key_head(sizes, [q, k, v, b, a]),
+        rows=jnp.pad(rows, ((0, 0), (0, 0), (0, padding))),
         z=z.reshape(len(z), num_values, sizes.value_dim),
     )
 

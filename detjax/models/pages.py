@@ -2,12 +2,17 @@
 """The cache of a model by kind of layer: keys and values, or rows and states."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array
+from detjax.models.config import ModelConfig
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 
 
 @jax.tree_util.register_dataclass
@@ -40,3 +45,30 @@ def kv_of(pages: CachePages) -> Activation[Array, "L N 2 K P C"]:
 def with_kv(pages: CachePages, kv: Activation[Array, "L N 2 K P C"]) -> CachePages:
     """The cache with other pages of the layers with attention."""
     return dataclasses.replace(pages, kv=kv) if isinstance(pages, HybridPages) else kv
+
+
+def cache_of(
+    config: ModelConfig, profile: NumericsProfile, *, num_kv_slots: int, make: Callable[..., Any]
+) -> Any:
+    """The cache of a model, each array made by `make(layers, *dims of a page, dtype=...)`.
+
+    Args:
+        config: The model.
+        profile: Its numerics, which say how long a page is.
+        num_kv_slots: Heads of keys and values over all ranks.
+        make: Of an array of all pages.
+    """
+    linear, page_len, dtype = (
+        config.linear_attention, profile.attention_block, profile.activation_dtype
+    )  # fmt: skip
+    num_linear = 0 if linear is None else sum(linear.layers)
+    num_layers = config.num_layers - num_linear
+    kv = make(num_layers, 2, num_kv_slots, page_len, config.head_dim, dtype=dtype)
+    if linear is None:
+        return kv
+    states = states_of_page(page_len), linear.num_value_heads, linear.key_dim, linear.value_dim
+    return HybridPages(
+        kv=kv,
+        rows=make(num_linear, 1, linear.num_key_heads, page_len, linear.row_width, dtype=dtype),
+        states=make(num_linear, *states, dtype=jnp.dtype(jnp.float32)),
+    )

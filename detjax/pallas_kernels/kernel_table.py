@@ -51,11 +51,10 @@ def _kernels(backend: Backend, **asked_first: str) -> KernelSet:
 
 KERNELS: dict[Backend, KernelSet] = {
     Backend.SM90: _kernels(Backend.SM90, why_not_here="sm90_here"),
-    Backend.PORTABLE: _kernels(Backend.PORTABLE),
     Backend.REFERENCE: _kernels(Backend.REFERENCE),
+    Backend.PORTABLE: _kernels(Backend.PORTABLE),
 }
-"""The kernel set of each backend, first choice first. What follows one that takes every model must
-be asked for by name."""
+"""The kernel set of each backend, first choice first."""
 
 
 def module_name(kernels: object) -> tuple[str, ...]:

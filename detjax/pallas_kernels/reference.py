@@ -3,9 +3,8 @@
 
 from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
-from detjax.pallas_kernels.delta_rule.withheld import delta_rule as delta_rule
-from detjax.pallas_kernels.delta_rule.withheld import gated_rms_norm as gated_rms_norm
-from detjax.pallas_kernels.delta_rule.withheld import sigmoid_gate as sigmoid_gate
+from detjax.pallas_kernels.delta_rule.reference import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.reference import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu
 from detjax.pallas_kernels.gradients.reference import attention_gradient as attention_gradient
@@ -42,6 +41,7 @@ from detjax.pallas_kernels.moe.reference import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.reference import route as route
 from detjax.pallas_kernels.moe.reference import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.reference import route_mlp_add_rms_norm as route_mlp_add_rms_norm
+from detjax.pallas_kernels.output_gate.reference import sigmoid_gate as sigmoid_gate
 from detjax.pallas_kernels.reference_library import library
 from detjax.pallas_kernels.rms_norm.reference import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.reference import combine_add_rms_norm as combine_add_rms_norm
@@ -61,17 +61,18 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_linear_attention = (
-    "the reference backend has no linear attention (gated DeltaNet), as sm90, whose bits it has, "
-    "has none; use backend portable"
-)
-withheld_head_ranks = ""
+withheld_linear_attention = withheld_head_ranks = ""
 withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
 withheld_w8a8_scales = ""
 
 
 def why_not_here() -> str | None:
-    """It needs a C++ compiler, once."""
+    """Every machine has a CPU."""
+    return None
+
+
+def what_to_install() -> str | None:
+    """A C++ compiler, once."""
     try:
         library()
     except (OSError, RuntimeError) as error:

@@ -4,10 +4,13 @@
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -27,9 +30,10 @@ from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_s
 SOURCES = Path(__file__).parent / "reference_code"
 OPERATIONS = (
     "add_experts", "add_leaves", "add_parts", "add_where_not_zero", "adjust_logits", "attention",
-    "block_stats", "expert_product", "first_maximum", "geglu", "gumbel_scores", "join",
-    "log_probs", "log_sum_exp", "lora_hidden", "nucleus_sums", "product", "quantize_rows",
-    "rms_norm", "rope", "route", "split_rows", "swiglu", "w8a8_product",
+    "block_stats", "delta_rule", "expert_product", "first_maximum", "gated_rms_norm", "geglu",
+    "gumbel_scores", "join", "log_probs", "log_sum_exp", "lora_hidden", "nucleus_sums", "product",
+    "quantize_rows", "rms_norm", "rope", "route", "sigmoid_gate", "split_rows", "swiglu",
+    "w8a8_product",
 )  # fmt: skip
 PREFIX = "detjax_"
 """Of the operations' names in JAX, XLA and the library."""
@@ -38,22 +42,27 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psa
 OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 """Let `fma` be one instruction. The library runs on the machine that compiles it alone."""
 COMPILERS = ("c++", "g++", "clang++")
+PACKAGED = "ziglang"
+"""A package that has clang and a C++ library with it, for machines without a compiler."""
 
 
-def find_compiler() -> str:
-    """Return the path of the C++ compiler: that of CXX, or the system's.
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler: that of CXX, the system's, or the packaged one.
 
     Raises:
         FileNotFoundError: If there is none, naming what was looked for.
     """
-    named = os.environ.get("CXX")
-    for name in [named] if named else COMPILERS:
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [named] if named else [[name] for name in COMPILERS]:
         if path := shutil.which(name):
-            return path
-    looked_for = f"CXX={named}" if named else ", ".join(COMPILERS)
+            return [path, *options]
+    if not named and importlib.util.find_spec(PACKAGED):
+        return [sys.executable, "-m", PACKAGED, "c++", "-fno-sanitize=all", "-s"]
+    looked_for = f"CXX={shlex.join(named)}" if named else ", ".join((*COMPILERS, PACKAGED))
     raise FileNotFoundError(
         f"the reference backend is compiled on the machine that runs it, and no C++ compiler is "
-        f"in PATH (looked for {looked_for}); install g++ 12 or clang 16, or name one with CXX"
+        f"here (looked for {looked_for}); install g++ 12 or clang 16, or run pip install "
+        f"{PACKAGED}, or name one with CXX"
     )
 
 
@@ -78,7 +87,8 @@ def _compiled() -> Path:
     parts = [path.read_bytes() for path in files]
     flags = (*FLAGS, *OF_PROCESSOR.get(platform.machine(), ()))
     parts += [part.encode() for part in (*flags, jax.lib.__version__, cpu_arch())]
-    parts.append(_output_of([compiler, "--version"]).encode())
+    parts += [part.encode() for part in compiler]
+    parts.append(_output_of([*compiler, "--version"]).encode())
     key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
     folder = Path(default_cache_dir()) / "reference"
     make_private(folder)
@@ -89,7 +99,7 @@ def _compiled() -> Path:
         headers = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
         try:
-            _output_of([compiler, *flags, *headers, source, "-o", unfinished])
+            _output_of([*compiler, *flags, *headers, source, "-o", unfinished])
             os.replace(unfinished, path)
         finally:
             Path(unfinished).unlink(missing_ok=True)

@@ -6,9 +6,8 @@ import jax
 from detjax.pallas_kernels.attention.sm90 import attention as attention
 from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule.withheld import delta_rule as delta_rule
-from detjax.pallas_kernels.delta_rule.withheld import gated_rms_norm as gated_rms_norm
-from detjax.pallas_kernels.delta_rule.withheld import sigmoid_gate as sigmoid_gate
+from detjax.pallas_kernels.delta_rule.sm90 import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.sm90 import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.sm90 import geglu as geglu
 from detjax.pallas_kernels.gradients.sm90 import attention_gradient as attention_gradient
@@ -45,6 +44,7 @@ from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.sm90 import route as route
 from detjax.pallas_kernels.moe.sm90 import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.sm90 import route_mlp_add_rms_norm as route_mlp_add_rms_norm
+from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate as sigmoid_gate
 from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm as combine_add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import rms_norm as rms_norm
@@ -64,14 +64,16 @@ attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_w8a8_experts = withheld_w8a8_scales = ""
-withheld_linear_attention = (
-    "sm90 has no kernels of linear attention (gated DeltaNet) yet; use backend portable"
-)
+withheld_w8a8_experts = withheld_w8a8_scales = withheld_linear_attention = ""
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"
 )
+
+
+def what_to_install() -> str | None:
+    """Nothing that this could find."""
+    return None
 
 
 def where_it_runs() -> str:

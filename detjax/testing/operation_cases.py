@@ -32,6 +32,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import api as linear
 from detjax.pallas_kernels.linear import w8a8
@@ -40,6 +41,7 @@ from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_su
 from detjax.pallas_kernels.lora import api as lora
 from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
@@ -510,6 +512,58 @@ def _float32_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             yield f"float32 attention {channels} window {window} queries {query_len}", attend
 
 
+def _linear_attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Gated DeltaNet over prompts, then token by token; its norm, and the gate of attention.
+
+    Gates reach from those that keep nothing to those that keep all.
+    """
+    for dtype, keys, group, dim in ((BF16, 16, 2, 128), (BF16, 3, 3, 64), (F32, 2, 1, 128)):
+        mixed = (2 + group) * dim
+        numbers = -(-(mixed + 2 * group + 1) // 8) * 8
+        filters = jnp.asarray(rng.standard_normal((keys, 4, mixed)).astype(dtype))
+        of_heads = (rng.uniform(-8, 3, (keys, group)), rng.uniform(-9, 3, (keys, group)))
+        gates = tuple(jnp.asarray(x, jnp.float32) for x in of_heads)
+        lengths, table = (131, 70), jnp.asarray([[4, 1], [2, 0]], jnp.int32)
+        drawn = rng.standard_normal((2, 140, keys, numbers))
+        drawn[..., mixed:] *= 6
+        tokens = drawn.astype(dtype)
+
+        def run(on, tokens=tokens, filters=filters, gates=gates, table=table, lengths=lengths,
+                mixed=mixed, keys=keys, group=group, dim=dim):  # fmt: skip
+            numbers = tokens.shape[-1]
+            rows = jnp.zeros((2, 5, 1, keys, 128, numbers), tokens.dtype)
+            states = jnp.zeros((2, 5, 2, keys * group, dim, dim), jnp.float32)
+            steps = [(0, 131), (1, 1), (2, 3)]  # from behind the prompts on, and how many
+            results = []
+            for start, count in steps:
+                at = np.full((2, count), -1)
+                for row, length in enumerate(lengths):
+                    first, new = (length + start - 1, count) if start else (0, length)
+                    at[row, :new] = np.arange(first, first + new)
+                new_rows = np.take_along_axis(tokens, np.maximum(at, 0)[..., None, None], axis=1)
+                out, rows, states = delta_rule(
+                    jnp.asarray(new_rows.reshape(-1, keys, numbers)), filters, gates, rows, states,
+                    table, jnp.asarray(at, jnp.int32), layer=1, backend=on,
+                )  # fmt: skip
+                results.append(out)
+            return *results, rows[..., : mixed + 2 * group], states
+
+        yield f"delta rule {np.dtype(dtype).name} {keys}x{group}x{dim}", run
+    patterns = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+    finite = np.where(np.isfinite(patterns.astype(np.float32)), patterns, BF16(1))
+    gate = jnp.asarray(finite.reshape(64, 1024))
+    heads = jnp.asarray((rng.standard_normal((64, 1024)) * 3).astype(BF16))
+    yield "sigmoid gate", lambda on: (sigmoid_gate(heads, gate, backend=on),)
+    for width in (64, 128, 256):
+        x = jnp.asarray(rng.standard_normal((37, width), np.float32))
+        z = jnp.asarray((rng.standard_normal((37, width)) * 4).astype(BF16))
+        gain = jnp.asarray(rng.uniform(0.5, 2, width), jnp.float32)
+        run_norm = lambda on, x=x, z=z, gain=gain: (  # noqa: E731
+            gated_rms_norm(x, z, gain, eps=1e-6, backend=on),
+        )
+        yield f"gated rms_norm {width}", run_norm
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
     return dict(
@@ -527,6 +581,7 @@ def operation_cases() -> dict[str, Run]:
             *_adapter_cases(np.random.default_rng(10)),
             *_eight_bit_scale_cases(np.random.default_rng(11)),
             *_family_row_cases(np.random.default_rng(12)),
+            *_linear_attention_cases(np.random.default_rng(13)),
         ]
     )
 

@@ -432,9 +432,14 @@ FAMILIES = {
         "sliding_window": 1024, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 6,
     },
     "gpt_oss": {"num_local_experts": 32, "num_hidden_layers": 24},
+    "qwen3_5_text": {
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "num_hidden_layers": 4,
+    },
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
-Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b."""
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; that of
+Qwen3.5 9B with two heads of 128 channels for each of 256."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
@@ -700,6 +705,13 @@ PROGRAMS = {
     "gpt_oss_decode": lambda: family_step("gpt_oss", "decode", rows=8, table_len=10),
     "gpt_oss_decode_many": lambda: family_step("gpt_oss", "decode", rows=64, table_len=10),
     "gpt_oss_prefill": lambda: family_step("gpt_oss", "prefill", rows=1, length=512, table_len=64),
+    "qwen35_decode_one": lambda: family_step("qwen3_5_text", "decode", rows=1, table_len=10),
+    "qwen35_decode": lambda: family_step("qwen3_5_text", "decode", rows=8, table_len=10),
+    "qwen35_decode_many": lambda: family_step("qwen3_5_text", "decode", rows=64, table_len=10),
+    "qwen35_verify": lambda: family_step("qwen3_5_text", "verify", rows=8, length=4, table_len=10),
+    "qwen35_prefill": lambda: family_step(
+        "qwen3_5_text", "prefill", rows=1, length=4096, table_len=64
+    ),
     "gemma3_prefill": lambda: family_step(
         "gemma3_text", "prefill", rows=1, length=512, table_len=64
     ),

@@ -284,6 +284,28 @@ def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
     assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen35_decode_many", "qwen35_prefill",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("qwen35_decode_one", "qwen35_decode", "qwen35_verify")
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_a_hybrid_copies_no_cache_and_spills_in_attention_alone(name):
+    """Rows, states and pages of keys and values are written where they lie."""
+    program = compiled(name)
+    assert program["copies"] == program["faults"] == []
+    assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
+    names = {kernel["name"] for kernel in program["kernels"]}
+    assert names >= {
+        "detjax_delta_rows", "detjax_delta_mix", "detjax_delta_rule", "detjax_gated_rms_norm",
+        "detjax_sigmoid_gate",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["narrow_200", "narrow_prefill"])
 def test_a_step_of_narrow_rows_copies_nothing(name):
     """Between 128 and 256 rows, where a kernel of its own finishes sums."""

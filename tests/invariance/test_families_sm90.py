@@ -31,7 +31,7 @@ from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = (
     "glm4", "olmo3", "granite", "gemma3", "smollm3", "phi4_longrope", "exaone4", "olmo2",
-    "seed_oss", "gpt_oss",
+    "seed_oss", "gpt_oss", "qwen3_5",
 )  # fmt: skip
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
@@ -41,13 +41,17 @@ def config_of(case: str) -> ModelConfig:
     """Heads of 64 channels, two queries a key/value head, widths of whole tiles.
 
     With experts eight queries a key/value head, and widths that are no multiples of 128, as 2880 of
-    gpt-oss.
+    gpt-oss. With linear attention 16 heads of keys and 32 of values.
     """
     config = dataclasses.replace(load_config(GOLDEN / case), head_dim=64, eos_token_ids=())
     if config.experts is not None:
         experts = dataclasses.replace(config.experts, width=192)
         sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2, "experts": experts}
         return dataclasses.replace(config, **sizes)
+    if config.linear_attention is not None:
+        heads = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 64, "value_dim": 64}
+        linear = dataclasses.replace(config.linear_attention, **heads)
+        config = dataclasses.replace(config, linear_attention=linear)
     return dataclasses.replace(
         config, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=4
     )

@@ -37,7 +37,10 @@ DIGESTS = {
     "bfloat16": {"417c7648c1099ff4": ("af6a680db9f4d53a", "42595739a9f14d79")},
     "float32": {"34ace16a201a9db4": ("c805a17bbefd8332", "90eebb1d4b0f8714")},
 }
-"""By profile and `build_of`: of the greedy answer of the README, and of a sampled one."""
+"""Of `portable`, by profile and `build_of`: of the greedy answer of the README, and of a sampled
+one."""
+EVERYWHERE = ("062884f6309d25d8", "08ddb306d421dd77")
+"""Of `reference`, on every machine, and of `sm90`."""
 
 
 def build_of(profile: NumericsProfile) -> str:
@@ -46,10 +49,10 @@ def build_of(profile: NumericsProfile) -> str:
     return fingerprint(profile, dataclasses.replace(build, detjax="", source=""))
 
 
-def digests(profile: NumericsProfile) -> tuple[str, str]:
+def digests(profile: NumericsProfile, backend: Backend = Backend.PORTABLE) -> tuple[str, str]:
     """What the bundled model says."""
     model = load_model(
-        str(bundled_model_path()), profile=profile, mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+        str(bundled_model_path()), profile=profile, mesh=make_mesh(1, 1), backend=backend
     )
     prompt = tuple(Tokenizer.from_folder(bundled_model_path()).encode(PROMPT))
     engine = Engine(model, EngineConfig(batch_size=1, prefill_chunk=64, max_len=256))
@@ -66,7 +69,15 @@ def digests(profile: NumericsProfile) -> tuple[str, str]:
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("name", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_bits_of_the_reference_are_those_of_this_numerics_version():
+    assert VERSION == NUMERICS_VERSION, "new bits have new digests: pin them"
+    found = digests(PROFILES["bfloat16"], Backend.REFERENCE)
+    assert tuple(d[:16] for d in found) == EVERYWHERE
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+@pytest.mark.parametrize("name", PROFILES)
 def test_bits_are_those_of_this_numerics_version(name):
     assert VERSION == NUMERICS_VERSION, "new bits have new digests: pin them"
     build, found = build_of(PROFILES[name]), digests(PROFILES[name])

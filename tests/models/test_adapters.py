@@ -22,13 +22,13 @@ from detjax.models.adapters.stack import (
     open_adapters,
     share_adapters,
 )
+from detjax.models.hf_config import load_config
 from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.adapters import random_adapter, write_adapter_folder
-from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
+from detjax.testing.dummies import batch_of, cpu_backend, dummy_config, dummy_model, scoring_step
 
 GOLDENS = Path(__file__).parents[1] / "golden"
 CASES = tuple(sorted(path.name for path in (GOLDENS / "peft").iterdir()))
@@ -50,9 +50,10 @@ def test_logits_are_as_close_to_float64_as_those_of_peft(case, dtype):
     with safe_open(GOLDENS / "peft" / case / "expected.safetensors", framework="np") as file:
         reference = file.get_tensor("logits_float64")
     profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+    base = GOLDENS / "hf" / facts["base"]
     model = load_model(
-        str(GOLDENS / "hf" / facts["base"]), profile=profile, mesh=make_mesh(1, 1),
-        backend=Backend.PORTABLE,
+        str(base), profile=profile, mesh=make_mesh(1, 1),
+        backend=cpu_backend(load_config(base), profile),
     )  # fmt: skip
     model = open_adapters(model, AdapterSizes(max_loras=3))
     model.params[ADAPTERS][SLOTS] = jnp.full(1, -1, jnp.int32)

@@ -11,13 +11,13 @@ from safetensors import safe_open
 
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.forward_paths import KernelMode
+from detjax.models.hf_config import load_config
 from detjax.models.loading import load_model
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.cases import quick_and_slow
-from detjax.testing.dummies import batch_of, scoring_step
+from detjax.testing.dummies import batch_of, cpu_backend, scoring_step
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "hf"
 CASES = tuple(sorted(path.name for path in GOLDENS.iterdir()))
@@ -79,12 +79,13 @@ def test_the_path_without_claims_computes_the_same_function(case):
 def _computed(case: str, dtype: str, kernels: KernelMode) -> tuple[dict, np.ndarray, float]:
     """The golden's facts, logits of its prompts, and their largest distance from float64."""
     facts, references = _expected(case)
+    profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
     model = load_model(
         str(GOLDENS / case),
         revision=None,
-        profile=NumericsProfile(weight_dtype=dtype, compute_dtype=dtype),
+        profile=profile,
         mesh=make_mesh(1, 1),
-        backend=Backend.PORTABLE,
+        backend=cpu_backend(load_config(GOLDENS / case), profile),
         progress=ignore_progress,
     )
     rows = [(prompt["ids"], 0) for prompt in facts["prompts"]]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of linear attention: what a configuration may say, and what is refused with its reason."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -121,10 +122,16 @@ def test_ranks_have_whole_heads_of_keys():
         check_tp(config(), 4)
 
 
-@pytest.mark.parametrize("backend", [Backend.SM90, Backend.REFERENCE])
-def test_other_backends_say_that_they_have_no_kernels(backend):
-    why = why_unsupported(config(), NumericsProfile(), backend, 1)
-    assert "linear attention" in why and "use backend portable" in why
+def test_hopper_kernels_say_which_sizes_they_have():
+    why = why_unsupported(config(), NumericsProfile(), Backend.SM90, 1)
+    assert why is not None and "a multiple of 64, not 328" in why
+    heads = {"key_dim": 64, "value_dim": 64, "num_key_heads": 16, "num_value_heads": 32}
+    linear = dataclasses.replace(config().linear_attention, **heads)
+    sized = dataclasses.replace(
+        config(), head_dim=64, hidden_size=512, intermediate_size=1024, linear_attention=linear
+    )
+    for backend in (Backend.SM90, Backend.REFERENCE):
+        assert why_unsupported(sized, NumericsProfile(), backend, 1) is None
 
 
 def test_training_and_adapters_say_why_not():

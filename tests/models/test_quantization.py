@@ -24,6 +24,7 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models import layers, loading
 from detjax.models.abstract import why_weights_unsupported
+from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import ParamSpec, RowRun, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
@@ -47,7 +48,7 @@ from detjax.pallas_kernels.moe import portable as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
-from detjax.testing.dummies import answers, dummy_config
+from detjax.testing.dummies import answers, cpu_backend, dummy_config
 from detjax.testing.folders import make_static, with_settings, write_model_folder
 
 from .published_configs import AWQ
@@ -290,11 +291,12 @@ def expanded_folder(folder: Path, out: Path) -> Path:
 
 
 def opened(folder: Path, tp: int = 1, mode: str = "auto") -> LoadedModel:
+    profile = NumericsProfile()
     return load_model(
         str(folder),
-        profile=NumericsProfile(),
+        profile=profile,
         mesh=make_mesh(dp=1, tp=tp, platform="cpu"),
-        backend=Backend.PORTABLE,
+        backend=cpu_backend(load_config(folder), profile, tp),
         quantized_weights=mode,
     )
 
@@ -687,7 +689,7 @@ def test_weights_that_a_kernel_refuses_are_refused_when_they_are_loaded(
     if says is not None:
         assert says in (found or "")
         monkeypatch.setattr(loading, "why_weights_unsupported", lambda *_, **__: found)
-        with pytest.raises(ValueError, match=f"'w8a8' does not fit portable: .*{says}"):
+        with pytest.raises(ValueError, match=f"'w8a8' does not fit reference: .*{says}"):
             opened(tmp_path / "q", mode="w8a8")
 
 

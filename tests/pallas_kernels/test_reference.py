@@ -2,6 +2,7 @@
 """The reference kernels: the C++ against the definition in NumPy, and the claims of the backend."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -308,6 +309,87 @@ def test_products_of_blocks_are_added_by_fused_products_of_scales():
         rounded_twice = chunk * scale + rounded_twice
     assert_bitwise_equal(found, total, claim="groups left to right, one rounding each")
     assert count_different_bits(found, rounded_twice) > 10  # control: without fma
+
+
+# -------------------------------------------------------------------------------- linear attention
+
+
+@functools.cache
+def rsqrt_table() -> np.ndarray:
+    return dict(zip(FUNCTIONS, special_function_tables(), strict=True))["rsqrt"]
+
+
+def rsqrt_of(x: np.float32) -> np.float32:
+    """`rsqrt.approx` of a normal number, from the table."""
+    bits = int(np.float32(x).view(np.uint32))
+    exponent = (bits >> 23) - 127
+    found = int(rsqrt_table()[(exponent & 1) * (1 << 23) + (bits & ((1 << 23) - 1))])
+    return np.uint32(found - (exponent >> 1) * (1 << 23)).view(np.float32)
+
+
+def fused(a, b, c) -> np.ndarray:
+    """An fma: of float32 a long double holds the product and nearly every sum."""
+    return (np.longdouble(a) * b + c).astype(np.float32)
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    squares = (x * x).reshape(-1, 4)
+    sums = ((squares[:, 0] + squares[:, 1]) + squares[:, 2]) + squares[:, 3]
+    return x * rsqrt_of(pairwise(list(sums), lambda a, b: a + b) + np.float32(1e-6))
+
+
+def recurrence_of(rows: np.ndarray, dim: int, dot) -> np.ndarray:
+    """Results of rows of q, k and v whose gates are 1, in NumPy; `dot` adds up over channels."""
+    state, results = np.zeros((dim, dim), np.float32), []  # [channels of values, of keys]
+    for row in rows:
+        q, k, v = row[:dim], row[dim : 2 * dim], row[2 * dim : 3 * dim]
+        q, k = normalised(q) * np.float32(dim**-0.5), normalised(k)
+        state = fused(k[None], (v - dot(state, k))[:, None], state)
+        results.append(dot(state, q))
+    return np.stack(results)[:, None]
+
+
+def test_linear_attention_has_the_bits_of_the_definition():
+    """Where gates are 1: values beyond 20, whose SiLU they are, b of 60 and a of -100.
+
+    Two blocks, in chunks that end before, at and behind their end.
+    """
+    dim, length = 32, 67
+    rng = np.random.default_rng(12)
+    rows = np.zeros((length, 1, 3 * dim + 8), np.float32)
+    rows[:, 0, : 3 * dim] = rng.uniform(20, 400, (length, 3 * dim)).astype(BF16)
+    rows[:, 0, 3 * dim : 3 * dim + 2] = 60, -100
+    filters = np.zeros((1, 4, 3 * dim), np.float32)
+    filters[:, 3] = 1
+    cache = [np.zeros((1, 2, 1, 1, 64, 3 * dim + 8)), np.zeros((1, 2, 1, 1, dim, dim))]
+    cache, found = [jnp.asarray(x, F32) for x in cache], []
+    for low, high in ((0, 5), (5, 63), (63, 66), (66, length)):
+        out, *cache = reference.delta_rule(
+            jnp.asarray(rows[low:high]), jnp.asarray(filters), (jnp.zeros((1, 1)),) * 2, *cache,
+            jnp.asarray([[1, 0]]), jnp.arange(low, high)[None], 0,
+        )  # fmt: skip
+        found.append(np.asarray(out))
+
+    def dot(state, x):
+        sums = state[:, :16] * x[None, :16]
+        for at in range(16, dim, 16):
+            sums = fused(state[:, at : at + 16], x[None, at : at + 16], sums)
+        return pairwise(list(sums.T), lambda a, b: a + b)
+
+    expected = recurrence_of(rows[:, 0], dim, dot)
+    assert_bitwise_equal(np.concatenate(found), expected, claim="the bits of the definition")
+    left_to_right = recurrence_of(rows[:, 0], dim, lambda s, x: np.cumsum(s * x, axis=1)[:, -1])
+    assert count_different_bits(left_to_right, expected) > expected.size // 2  # control
+
+
+HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())
+"""Digests of this backend, that `test_delta_rule_sm90.py` asks of a GPU."""
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", quick_and_slow(["gated rms_norm 128"], HYBRID_CASES))
+def test_operations_of_hybrids_keep_their_bits(name):
+    assert digest_of(operation_cases()[name](Backend.REFERENCE)) == HYBRID_CASES[name]
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -651,9 +733,32 @@ def test_control_portable_answers_differ(alone):
     assert [a.digest() for a in got] != alone
 
 
-def test_it_is_used_only_if_it_is_asked_for():
-    assert choose_backend(Backend.REFERENCE).backend is Backend.REFERENCE
-    assert choose_backend().backend is not Backend.REFERENCE
+def test_the_model_alone_decides_between_the_backends_of_a_cpu(monkeypatch):
+    assert choose_backend().backend is Backend.REFERENCE
+    refused = {Backend.REFERENCE: "it is made up"}
+    choice = choose_backend(why_not_model=refused.get)
+    assert choice.backend is Backend.PORTABLE and "it is made up" in choice.reason
+    # What can be installed is asked for: another backend would have other bits.
+    monkeypatch.setattr(reference, "what_to_install", lambda: "no compiler")
+    with pytest.raises(ValueError, match="no compiler; --backend portable needs nothing"):
+        choose_backend()
+    with pytest.raises(ValueError, match="--backend reference cannot run here: no compiler"):
+        choose_backend(Backend.REFERENCE)
+    assert choose_backend(why_not_model=refused.get).backend is Backend.PORTABLE
+    assert choose_backend(Backend.PORTABLE).backend is Backend.PORTABLE
+
+
+def test_a_packaged_compiler_is_the_last_choice(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(reference_library.importlib.util, "find_spec", lambda name: name)
+    assert "ziglang" not in reference_library.find_compiler()
+    monkeypatch.setenv("PATH", "")
+    assert reference_library.find_compiler()[1:4] == ["-m", "ziglang", "c++"]
+    monkeypatch.setattr(reference_library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="looked for c.., g.., clang.., ziglang.*pip inst"):
+        reference_library.find_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} -m another")
+    assert reference_library.find_compiler() == [sys.executable, "-m", "another"]
 
 
 def test_models_that_it_does_not_compute_are_refused_by_name():
@@ -710,7 +815,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     reference_library.library.cache_clear()
     try:
-        why = reference.why_not_here()
+        why = reference.what_to_install()
     finally:
         reference_library.library.cache_clear()
     assert why and "could not compile the reference kernels" in why

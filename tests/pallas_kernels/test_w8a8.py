@@ -59,7 +59,11 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 EPS = 1e-5
 REDUCTION = tree_reduction(1024, NumericsProfile())
 """Of no account here: integers need no leaves."""
-BACKENDS = [Backend.PORTABLE, pytest.param(Backend.SM90, marks=pytest.mark.gpu)]
+BACKENDS = [
+    Backend.REFERENCE,
+    pytest.param(Backend.PORTABLE, marks=pytest.mark.slow),
+    pytest.param(Backend.SM90, marks=pytest.mark.gpu),
+]
 
 
 def drawn_rows(num_rows: int, width: int) -> np.ndarray:
@@ -274,7 +278,10 @@ def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend, d
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
-        (Backend.PORTABLE, INT8),
+        (Backend.REFERENCE, INT8),
+        (Backend.REFERENCE, FLOAT8),
+        (Backend.REFERENCE, BLOCKS),
+        pytest.param(Backend.PORTABLE, INT8, marks=pytest.mark.slow),
         pytest.param(Backend.SM90, INT8, marks=pytest.mark.gpu),
         pytest.param(Backend.SM90, FLOAT8, marks=pytest.mark.gpu),
         pytest.param(Backend.SM90, BLOCKS, marks=pytest.mark.gpu),
@@ -326,7 +333,7 @@ def test_residual_and_norm_follow_the_product(backend, dtype):
     gain = jnp.asarray(rng.normal(size=256), BF16)
     options: dict = {"reduction": REDUCTION, "backend": backend}
     total = linear_add(jnp.asarray(rows), w, residual, None, **options)
-    if backend is Backend.SM90:  # the portable backend may fuse the last two operations
+    if backend is not Backend.PORTABLE:  # which may fuse the last two operations
         want = product_by_numpy(rows, w, residual=residual).astype(ml_dtypes.bfloat16)
         assert_bitwise_equal(total, want, claim="the residual is added last")
     again, normed = linear_add_rms_norm(

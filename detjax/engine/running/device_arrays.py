@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays that stay on the devices from step to step: pages of the cache, slots, sampling."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.loading import LoadedModel
-from detjax.models.pages import CachePages, HybridPages
+from detjax.models.pages import CachePages, cache_of
 from detjax.models.params import padded_vocab_size
-from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
@@ -71,25 +71,16 @@ def rows_shape(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDt
 
 def pages_shape(model: AnyDraftModel, num_pages: int) -> Any:
     """Shapes of the cache with `num_pages` pages over all replicas, and their sharding."""
-    config, profile = model.config, model.profile
-    spec = HEAD_PAGES_SPEC if isinstance(model, EagleHead) else PAGES_SPEC
-    dtype, sharding = profile.activation_dtype, NamedSharding(model.mesh, spec)
-    linear = None if isinstance(model, EagleHead) else model.config.linear_attention
-    num_linear = 0 if linear is None else sum(linear.layers)
+    config, is_head = model.config, isinstance(model, EagleHead)
+    spec = HEAD_PAGES_SPEC if is_head else PAGES_SPEC
+    if is_head:  # a layer of attention, whatever its model's are
+        config = dataclasses.replace(config, linear_attention=None)
+    sharding = NamedSharding(model.mesh, spec)
 
-    def shape(num_layers: int, *page: int, dtype=dtype) -> jax.ShapeDtypeStruct:
+    def shape(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_layers, num_pages, *page), dtype, sharding=sharding)
 
-    page_len = profile.attention_block
-    kv = shape(config.num_layers - num_linear, 2, model.num_kv_slots, page_len, config.head_dim)
-    if linear is None:
-        return kv
-    state = linear.num_value_heads, linear.key_dim, linear.value_dim
-    return HybridPages(
-        kv=kv,
-        rows=shape(num_linear, 1, linear.num_key_heads, page_len, linear.row_width),
-        states=shape(num_linear, states_of_page(page_len), *state, dtype=jnp.float32),
-    )
+    return cache_of(config, model.profile, num_kv_slots=model.num_kv_slots, make=shape)
 
 
 def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:

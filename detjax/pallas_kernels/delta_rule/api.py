@@ -38,7 +38,8 @@ def delta_rule(
     with the state before its block and runs the block's rows again from the pages.
 
     Args:
-        rows: q, k, values, b and a of each head of keys: X = 2 c + G C + 2 G.
+        rows: q, k, values, b and a of each head of keys: 2 c + G C + 2 G numbers of X. What lies
+            behind them is kept and not read.
         filters: Of the convolution, the oldest token first: Y = W, O = 2 c + G C.
         gates: A and step, one a head of values.
         row_pages: The cache of rows; updated in place where the caller donates it.

@@ -55,7 +55,7 @@ class _Head(NamedTuple):
         mixed = jnp.zeros((1, num_mixed), jnp.float32)
         for i, row in enumerate(rows):
             mixed = mixed + self.filters[i : i + 1] * row[:, :num_mixed]
-        gates = rows[-1][:, num_mixed:].reshape(2, group)
+        gates = rows[-1][:, num_mixed : num_mixed + 2 * group].reshape(2, group)
         mixed = round_to(mixed / (1.0 + jnp.exp(-mixed)), self.dtype)  # ROUND: once
         q, k = mixed[:, :dim], mixed[:, dim : 2 * dim]
         # ORDER: one fixed-shape sum of squares each; rsqrt, not 1/sqrt.

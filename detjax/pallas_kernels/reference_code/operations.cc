@@ -9,6 +9,7 @@
 #include <new>
 
 #include "calls.h"
+#include "delta_rule.h"
 #include "eight_bits.h"
 #include "experts.h"
 #include "float32_parts.h"
@@ -217,6 +218,32 @@ ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float 
     }
   });
   distinct.copy(out);
+  return ffi::Error::Success();
+}
+
+// out[m, i] = round(1 / (1 + exp(-gate[m, i])) * heads[m, i])
+ffi::Error sigmoid_gate(ffi::ThreadPool pool, In heads, In gate, Out out) {
+  const int64_t width = dim(heads, 1);
+  parallel_pieces(pool, dim(heads, 0), width, kPiece, [&](int64_t m, int64_t first, int64_t end) {
+    for (int64_t at = m * width + first; at < m * width + end; ++at)
+      write(out, at, sigmoid_times(1.0f, read(gate, at)) * read(heads, at));
+  });
+  return ffi::Error::Success();
+}
+
+// out[m, c] = round((x[m, c] * rsqrt(sum / C + eps)) * gain[c] * (z / (1 + exp(-z))))
+ffi::Error gated_rms_norm(ffi::ThreadPool pool, In x, In z, In gain, Out out, float eps,
+                          int64_t vec_len, int64_t lanes, int64_t num_parts) {
+  const int64_t width = dim(x, 1);
+  parallel(pool, dim(x, 0), [&](int64_t m) {
+    const float* row = data<float>(x) + m * width;
+    float sum = square_sum(row, width, false, vec_len, lanes, num_parts);
+    float scale = rsqrt(sum / float(width) + eps);
+    for (int64_t c = 0; c < width; ++c) {
+      float gate = read(z, m * width + c);
+      write(out, m * width + c, ((row[c] * scale) * read(gain, c)) * sigmoid_times(gate, gate));
+    }
+  });
   return ffi::Error::Success();
 }
 
@@ -792,6 +819,13 @@ DETJAX_EXPORT(geglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("li
               .Attr<float>("cubic"));
 DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("alpha")
               .Attr<float>("limit").Attr<float>("shift"));
+DETJAX_EXPORT(sigmoid_gate, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(gated_rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
+              .Attr<float>("eps").Attr<int64_t>("vec_len").Attr<int64_t>("lanes")
+              .Attr<int64_t>("num_parts"));
+DETJAX_EXPORT(delta_rule, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
+              .Attr<float>("eps").Attr<float>("scale"));
 DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")
               .Attr<float>("scale"));

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of new tokens into their pages on Hopper, and what the recurrence reads of all rows."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import math as mlir_math
+
+from detjax.pallas_kernels import sm90_ptx as ptx
+from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.delta_rule.portable import NORM_EPS
+from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
+from detjax.pallas_kernels.delta_rule.sm90_plan import FIRST, LAST, begin_of
+from detjax.pallas_kernels.swiglu.sm90 import over_decay
+
+VEC_LEN = 4
+"""Neighbouring channels of a thread."""
+
+GROUP = 16
+"""Tokens of a CTA that mixes rows; changes no bit."""
+
+
+def _index(value):
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: bool) -> None:
+    """Put rows [M, K, X] of new tokens in their pages, a `jax.new_ref`; padding is dropped."""
+    num_tokens, num_heads, width = new_rows.shape
+    page_len = pages_ref.shape[4]
+    each = 16 // new_rows.dtype.itemsize
+    if width % each:
+        raise ValueError(f"sm90 needs rows of a multiple of {each} numbers, not {width}")
+    in_row = width // each
+    query_len = num_tokens // page_table.shape[0]
+
+    def body(rows_gmem, table_gmem, positions_gmem, layer_gmem, pages_gmem, _):
+        token, head = lax.axis_index("token"), lax.axis_index("head")
+        position = positions_gmem[token]
+
+        @pl.when(position >= 0)
+        def _copy():
+            page = table_gmem[lax.div(token, query_len), lax.div(position, page_len)]
+            offset = lax.rem(position, page_len)
+            if interpret:
+                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = rows_gmem[token, head]
+                return
+
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5))
+            def emit(ctx, source, target, *scalars):
+                token, head, layer, page, offset = (_index(x.registers.item()) for x in scalars)
+                element = ir.MemRefType(source.type).element_type
+                kind, zero = ir.VectorType.get((each,), element), _index(ptx.i32(0))
+                for first in range(0, in_row, rows.LANES):
+                    at = arith.addi(ptx.thread(), ptx.i32(first))
+                    with mgpu.utils.when(ptx.below(at, ptx.i32(in_row))):
+                        column = _index(arith.muli(at, ptx.i32(each)))
+                        value = vector.load(kind, source, [token, head, column])
+                        vector.store(value, target, [layer, page, zero, head, offset, column])
+
+            emit(rows_gmem, pages_gmem, token, head, layer_gmem[0], page, offset)
+
+    rows.run_kernel(
+        body,
+        (new_rows, page_table, positions.reshape(-1), layer.reshape(1), pages_ref),
+        out=jax.ShapeDtypeStruct((1,), jnp.int32),
+        grid={"token": num_tokens, "head": num_heads},
+        name="detjax_delta_rows",
+        is_interpreted=interpret,
+    )
+
+
+class MixedRows(NamedTuple):
+    """What the recurrence reads of each token, float32 but for the values.
+
+    Tokens are counted from the last multiple of `GROUP` before the first of a sequence that is run;
+    what lies before that one and behind the last one is not written.
+
+    Attributes:
+        q: [B, K, S, c], one place later: that of the token before. Of new tokens.
+        k: [B, K, S, c].
+        v: [B, K, G, S, C], in the compute dtype.
+        gates: [B, K, G, 2, S]: how the state fades, and how much of the value is written.
+        begin: [B, K] int32: position of the first token that is run.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    gates: Any
+    begin: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a CTA finds rows.
+
+    Attributes:
+        pages: [L, N, 1, K, P, X].
+        table: [B, n].
+        scalars: Sequence, layer and head, int32.
+        is_interpreted: Whether the kernel is interpreted.
+    """
+
+    pages: Any
+    table: Any
+    scalars: tuple
+    is_interpreted: bool
+
+    def load(
+        self, position, shift: int, last, column: Any, shape: tuple[int, int],
+        math: rows.Arithmetic,
+    ):  # fmt: skip
+        """Rows `shift` before those from a position on: [rows, columns], zeros before position 0.
+
+        Behind the last position it is repeated, and read by nobody.
+        """
+        seq, layer, head = self.scalars
+        page_len, (count, width) = self.pages.shape[4], shape
+        if self.is_interpreted:
+            found = []
+            for i in range(count):
+                there = jnp.minimum(position + i, last) - shift
+                at = jnp.maximum(there, 0)
+                row = self.pages[
+                    layer, self.table[seq, at // page_len], 0, head, at % page_len,
+                    pl.ds(column, width),
+                ]  # fmt: skip
+                found.append(jnp.where(there >= 0, row, jnp.zeros_like(row)))
+            return jnp.stack(found)
+
+        lanes = width // VEC_LEN
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 6),
+            return_type=plgpu.ShapeDtypeStruct(shape, self.pages.dtype, layout=math.layout),
+        )
+        def emit(ctx, pages, table, *scalars):
+            seq, layer, head, position, last, column = (x.registers.item() for x in scalars)
+            row = arith.divui(ptx.thread(), ptx.i32(lanes))
+            inner = arith.muli(arith.remui(ptx.thread(), ptx.i32(lanes)), ptx.i32(VEC_LEN))
+            position = arith.minsi(arith.addi(position, row), last)
+            position = arith.subi(position, ptx.i32(shift))
+            at = arith.maxsi(position, ptx.i32(0))
+            page, offset = (op(at, ptx.i32(page_len)) for op in (arith.divui, arith.remui))
+            page = memref.load(table, [_index(seq), _index(page)])
+            place = (layer, page, ptx.i32(0), head, offset, arith.addi(column, inner))
+            element = ir.MemRefType(pages.type).element_type
+            kind = ir.VectorType.get((VEC_LEN,), element)
+            value = vector.load(kind, pages, [_index(x) for x in place])
+            zero = vector.broadcast(kind, mgpu.c(0.0, element))
+            is_there = arith.cmpi(arith.CmpIPredicate.sge, position, ptx.i32(0))
+            registers = np.array([arith.select(is_there, value, zero)], dtype=object)
+            layout = math.layout.to_mgpu()
+            return mgpu.FragmentedArray(
+                _registers=registers.reshape(layout.registers_shape(shape)),
+                _layout=layout, _is_signed=None,
+            )  # fmt: skip
+
+        return emit(self.pages, self.table, seq, layer, head, position, last, column)
+
+    def begin(self, first):
+        """Where the sequence begins: `begin_of`.
+
+        The number of tokens behind which a block's state is lies behind the row of its first token,
+        with which it is written over.
+        """
+        seq, layer, head = self.scalars
+        _, _, _, _, page_len, width = self.pages.shape
+        start = lax.div(jnp.maximum(first, 0), STATE_BLOCK) * STATE_BLOCK
+        page = self.table[seq, lax.div(start, page_len)]
+        count = self.pages[layer, page, 0, head, lax.rem(start, page_len), width - 1]
+        return begin_of(first, count)
+
+    def load_gates(self, position, last, column: int, group: int, math: rows.Arithmetic):
+        """One number of each token and head of values, a thread each: float32 [LANES]."""
+        seq, layer, head = self.scalars
+        page_len = self.pages.shape[4]
+        if self.is_interpreted:
+            found = []
+            for i in range(GROUP * group):
+                at = jnp.minimum(position + i // group, last)
+                page, offset = self.table[seq, at // page_len], at % page_len
+                found.append(self.pages[layer, page, 0, head, offset, column + i % group])
+            found += [jnp.zeros_like(found[0])] * (rows.LANES - len(found))
+            return jnp.stack(found).astype(jnp.float32)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5),
+            return_type=plgpu.ShapeDtypeStruct((rows.LANES,), jnp.float32, layout=math.layout),
+        )
+        def emit(ctx, pages, table, *scalars):
+            seq, layer, head, position, last = (x.registers.item() for x in scalars)
+            token, inner = (op(ptx.thread(), ptx.i32(group)) for op in (arith.divui, arith.remui))
+            at = arith.minsi(arith.addi(position, token), last)
+            page, offset = (op(at, ptx.i32(page_len)) for op in (arith.divui, arith.remui))
+            page = memref.load(table, [_index(seq), _index(page)])
+            place = (layer, page, ptx.i32(0), head, offset, arith.addi(inner, ptx.i32(column)))
+            value = memref.load(pages, [_index(x) for x in place])
+            if value.type != ir.F32Type.get():
+                value = arith.extf(ir.F32Type.get(), value)
+            return rows.one_a_thread(value)
+
+        return emit(self.pages, self.table, seq, layer, head, position, last)
+
+
+def _of_heads(ref, head, group: int, math: rows.Arithmetic):
+    """A number of each head of values of a head of keys, as `_Place.load_gates` has them."""
+    if math.is_interpreted:
+        return jnp.tile(ref[head], rows.LANES // group + 1)[: rows.LANES]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((rows.LANES,), jnp.float32, layout=math.layout),
+    )
+    def emit(ctx, numbers, head):
+        inner = arith.remui(ptx.thread(), ptx.i32(group))
+        place = [_index(head.registers.item()), _index(inner)]
+        return rows.one_a_thread(memref.load(numbers, place))
+
+    return emit(ref, head)
+
+
+def _keep_gates(values, ref, which: int, place: tuple, group: int, math: rows.Arithmetic) -> None:
+    """Write what `_Place.load_gates` became: [B, K, G, 2, S]."""
+    seq, head, token = place
+    if math.is_interpreted:
+        by_token = values[: GROUP * group].reshape(GROUP, group)
+        for g in range(group):
+            ref[seq, head, g, which, pl.ds(token, GROUP)] = by_token[:, g]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), *[ptx.SCALAR] * 3))
+    def emit(ctx, values, memory, *scalars):
+        seq, head, first = (x.registers.item() for x in scalars)
+        token, inner = (op(ptx.thread(), ptx.i32(group)) for op in (arith.divui, arith.remui))
+        with mgpu.utils.when(ptx.below(ptx.thread(), ptx.i32(GROUP * group))):
+            place = (seq, head, inner, ptx.i32(which), arith.addi(first, token))
+            (value,) = ptx.scalars_of(values)
+            memref.store(value, memory, [_index(x) for x in place])
+
+    emit(values, ref, seq, head, token)
+
+
+def gates_of(b, a, decay, step, math: rows.Arithmetic) -> tuple:
+    """How a state fades, and how much of a value is written.
+
+    # ORDER: `u = a + step`; `max(u, 0) + log1p(exp(-|u|))`; times exp(A), each rounded; exp of
+    # minus that. `1 / (1 + exp(-b))` as SwiGLU's. exp and log1p are libdevice's.
+    """
+    written = over_decay(math.full(b.shape, 1.0), b, math)
+    raw = math.add(a, step)
+    size = jnp.maximum(raw, -raw)
+    small = math.apply(lambda v: mlir_math.log1p(v), jnp.log1p, jnp.exp(-size))
+    softplus = math.add(jnp.maximum(raw, math.full(b.shape, 0.0)), small)
+    return jnp.exp(-math.mul(jnp.exp(decay), softplus)), written
+
+
+def mixed(taps: list, inputs: list, dtype, math: rows.Arithmetic):
+    """The convolution and its SiLU, rounded to `dtype`, float32.
+
+    # ORDER: `f0 x0` rounded, then `fma(f, x, sum)`, the oldest token first.
+    """
+    y = math.mul(taps[0], inputs[0])
+    for tap, x in zip(taps[1:], inputs[1:], strict=True):
+        y = math.fma(tap, x, y)
+    y = over_decay(y, y, math)
+    if dtype == jnp.float32:
+        return y
+    if math.is_interpreted:  # XLA may drop a pair of converts
+        return lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
+    return y.astype(dtype).astype(jnp.float32)  # ROUND: once
+
+
+def inverse_lengths(y, tile: rows.Tile):
+    """`rsqrt(sum(y * y) + eps)` of each row of a tile, in all its columns.
+
+    # ORDER: squares rounded, a thread's four neighbours left to right, then lanes in pairs.
+    """
+    math = tile.per_row
+    total = tile.sum_columns(tile.whole.mul(y, y))
+    found = math.reciprocal_root(math.add(total, math.full(total.shape, NORM_EPS)))
+    return tile.over_columns(found, y.shape)
+
+
+def scratch_len(num_tokens: int) -> int:
+    """Places for new tokens, those before them in a block, and one for the last query."""
+    return pl.cdiv(num_tokens + STATE_BLOCK, GROUP) * GROUP
+
+
+def mix_rows(
+    filters, gates, pages_ref, page_table, plan, layer, *, num_tokens: int, dim: int,
+    interpret: bool,
+) -> MixedRows:  # fmt: skip
+    """Convolve, normalise and gate the rows of the blocks of new tokens, which are in their pages.
+
+    Args:
+        filters: [K, W, 2 c + G C].
+        gates: A and step, [K, G].
+        pages_ref: Of rows, a `jax.new_ref`.
+        page_table: [B, n].
+        plan: Of `plan_sequences`.
+        layer: An int32 scalar.
+        num_tokens: T.
+        dim: c, and C.
+        interpret: Run in interpret mode.
+    """
+    batch, (num_keys, group), dtype = len(plan), gates[0].shape, pages_ref.dtype
+    width, length = filters.shape[1], scratch_len(num_tokens)
+    ctas = pl.cdiv(num_tokens, GROUP)  # of a sequence, a head and a unit; each takes groups in turn
+    lanes = dim // VEC_LEN
+    tile_rows = rows.LANES // lanes
+    tile = rows.tile_of_rows(tile_rows, lanes=lanes, vec_len=VEC_LEN, is_interpreted=interpret)
+    line = rows.strided(rows.LANES, 1, interpret)
+    shape = tile_rows, dim
+    scale = float(np.float32(dim**-0.5))
+
+    def body(
+        filters_gmem, gates_gmem, pages_gmem, table_gmem, plan_gmem, layer_gmem,
+        q_gmem, k_gmem, v_gmem, gates_out, begin_gmem,
+    ):  # fmt: skip
+        seq, head = lax.axis_index("seq"), lax.axis_index("head")
+        unit, own = lax.axis_index("unit"), lax.axis_index("group")
+        first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
+        place = _Place(
+            pages=pages_gmem, table=table_gmem, scalars=(seq, layer_gmem[0], head),
+            is_interpreted=interpret,
+        )  # fmt: skip
+        begin = place.begin(first)
+        base = lax.div(begin, GROUP) * GROUP
+        num_groups = jnp.where(last >= 0, lax.div(last - base, GROUP) + 1, 0)
+
+        @pl.when((own == 0) & (unit == 0))
+        def _begin():
+            begin_gmem[seq, head] = begin
+
+        def one_group(token):
+            def channels(turn):
+                """Some tokens' channels of this unit, behind the convolution."""
+                inputs = []
+                for i in range(width):
+                    at = base + token + turn * tile_rows
+                    x = place.load(at, width - 1 - i, last, unit * dim, shape, tile.whole)
+                    inputs.append(x.astype(jnp.float32))
+                return mixed(taps(), inputs, dtype, tile.whole)
+
+            def taps():
+                columns = pl.ds(unit * dim, dim)
+                found = [tile.per_col.load(filters_gmem.at[head, i, columns]) for i in range(width)]
+                return [tile.over_rows(f.astype(jnp.float32), shape) for f in found]
+
+            def each_turn(put, first_read=begin):
+                for turn in range(GROUP // tile_rows):
+                    at = token + turn * tile_rows
+
+                    @pl.when((base + at <= last) & (base + at + tile_rows > first_read))
+                    def _turn(turn=turn, at=at):
+                        put(channels(turn), at)
+
+            @pl.when((unit == 0) & (base + token + GROUP > first))
+            def _queries():
+                def put(y, at):
+                    y = tile.whole.mul(y, inverse_lengths(y, tile))
+                    y = tile.whole.mul(y, tile.whole.full(shape, scale))
+                    q_gmem[seq, head, pl.ds(at + 1, tile_rows), :] = y
+
+                each_turn(put, first)
+
+            @pl.when(unit == 1)
+            def _keys():
+                def put(y, at):
+                    k_gmem[seq, head, pl.ds(at, tile_rows), :] = tile.whole.mul(
+                        y, inverse_lengths(y, tile)
+                    )
+
+                each_turn(put)
+
+            @pl.when((unit >= 2) & (unit < 2 + group))
+            def _values():
+                def put(y, at):
+                    v_gmem[seq, head, unit - 2, pl.ds(at, tile_rows), :] = y.astype(dtype)  # exact
+
+                each_turn(put)
+
+            @pl.when(unit == 2 + group)
+            def _gates():
+                columns = (2 + group) * dim
+                b, a = (
+                    place.load_gates(base + token, last, columns + i * group, group, line)
+                    for i in range(2)
+                )
+                decay, step = (_of_heads(ref, head, group, line) for ref in gates_gmem)
+                for which, values in enumerate(gates_of(b, a, decay, step, line)):
+                    _keep_gates(values, gates_out, which, (seq, head, token), group, line)
+
+        @pl.loop(0, lax.div(num_groups - own + (ctas - 1), jnp.int32(ctas)))
+        def _groups(turn):
+            one_group((own + turn * ctas) * GROUP)
+
+    if GROUP * group > rows.LANES:
+        raise ValueError(f"sm90 has at most {rows.LANES // GROUP} heads of values a head of keys")
+    of_heads = batch, num_keys
+    shapes = MixedRows(
+        q=jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
+        k=jax.ShapeDtypeStruct((*of_heads, length, dim), jnp.float32),
+        v=jax.ShapeDtypeStruct((*of_heads, group, length, dim), dtype),
+        gates=jax.ShapeDtypeStruct((*of_heads, group, 2, length), jnp.float32),
+        begin=jax.ShapeDtypeStruct(of_heads, jnp.int32),
+    )
+    return MixedRows(
+        *rows.run_kernel(
+            body,
+            (filters, gates, pages_ref, page_table, plan, layer.reshape(1)),
+            out=list(shapes),
+            grid={"seq": batch, "group": ctas, "head": num_keys, "unit": 3 + group},
+            name="detjax_delta_mix",
+            is_interpreted=interpret,
+        )
+    )
