@@ -37,7 +37,7 @@ def dummy_config(
     *,
     num_heads: int = 8,
     num_kv_heads: int = 2,
-    head_dim: int = 16,
+    head_dim: int = 0,
     hidden_size: int = 64,
     intermediate_size: int = 384,
     num_layers: int = 2,
@@ -52,6 +52,7 @@ def dummy_config(
 ) -> ModelConfig:
     """A decoder whose every width allows tp up to 8 and whose down_proj is no power of two.
 
+    Without `head_dim` a head has 16 channels, or 64 where it is normalised, as the kernels have it.
     With `experts` (their number, and how many a token has) every feed-forward layer but the first
     of several is a mixture; an expert has `expert_width` channels.
     """
@@ -62,7 +63,7 @@ def dummy_config(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim or (64 if qk_norm else 16),
         intermediate_size=intermediate_size,
         rms_norm_eps=1e-5,
         rope=RopeConfig(theta=10000.0),

@@ -120,7 +120,8 @@ def agreement(actual: np.ndarray, expected: np.ndarray) -> float:
     return float((actual.argmax(axis=1) == expected.argmax(axis=1)).mean())
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_the_bundled_model_chooses_the_same_tokens(tp):
     assert (
         agreement(bundled_logits(bundled(tp), "fast"), bundled_logits(bundled(1), "invariant")) == 1

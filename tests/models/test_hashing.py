@@ -15,6 +15,7 @@ from detjax.models.weights.device_hashing import hash_units
 from detjax.models.weights.hashing import hash_weights
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
 
@@ -26,7 +27,7 @@ def params_of(config, tp: int) -> dict:
     return dummy_model(config, tp=tp, seed=3).params
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", quick_and_slow([True], [False]))
 def test_one_hash_for_every_mesh(is_tied):
     config = dataclasses.replace(dummy_config(qkv_bias=True), tie_word_embeddings=is_tied)
     hashes = {hash_of(config, params_of(config, tp), tp) for tp in (1, 2, 4, 8)}
@@ -92,7 +93,7 @@ def test_roots_are_those_of_the_library(num_chunks):
         assert blake3.roots([leaves[::-1]]) != want[:1]
 
 
-@pytest.mark.quick_cases("float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernel_hashes_units_in_windows_of_any_width(dtype):
     rng = np.random.default_rng(1)

@@ -56,10 +56,10 @@ def assert_same(rows: Sequence[np.ndarray], want: Sequence[Completion], claim: s
 @pytest.mark.parametrize(
     ("name", "layout", "remat", "grad"),
     [
-        ("tied", Layout.PACKED, True, True),
+        pytest.param("tied", Layout.PACKED, True, True, marks=pytest.mark.slow),
         pytest.param(NAME, Layout.PACKED, True, True, marks=pytest.mark.slow),
         pytest.param(NAME, Layout.PADDED, False, False, marks=pytest.mark.slow),
-        pytest.param("tied", Layout.PADDED, False, False, marks=pytest.mark.slow),
+        ("tied", Layout.PADDED, False, False),
         pytest.param("experts", Layout.PACKED, True, True, marks=pytest.mark.slow),
     ],
     ids=str,
