@@ -25,7 +25,9 @@ from detjax.testing.cases import quick_and_slow
 from detjax.testing.operation_cases import digest_of, operation_cases
 
 PAGE, BLOCK, WIDTH = 128, 64, 4
-HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())
+HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())[
+    "cases"
+]
 """Digests of the reference backend."""
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
