@@ -109,8 +109,8 @@ class LLM:
         Args:
             model: A folder in Hugging Face format, a Hugging Face id, which is downloaded once, or
                 `novels-6m`, the small model that comes with the package.
-            backend: "portable", "sm90" or "auto", which goes by the hardware and the model. It
-                chooses bits.
+            backend: "sm90", "reference", which has its bits on a CPU, "portable", or "auto", which
+                goes by the hardware and the model. It chooses bits.
             dp: Replicas, which share the prompts.
             tp: Devices that share each layer; without GPUs, virtual ones.
             mode: As `EngineConfig` has it: "invariant", "dvr" or "fast".

@@ -54,7 +54,7 @@ def load_on_devices(
         folder: Of the model.
         profile: The numerics to run with.
         backend: A value of `Backend`, or "auto": `sm90` on a Hopper GPU where its kernels take the
-            model, else `portable`.
+            model, else `reference` where it takes the model, else `portable`.
         dp: Replicas.
         tp: Devices that share each layer.
         cast_weights: As `load_model` has it.

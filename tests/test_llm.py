@@ -285,7 +285,7 @@ def test_an_end_token_of_the_tokenizer_alone_ends_api_llm_and_command_alike(
         str(ended),
         profile=detjax.NumericsProfile(),
         mesh=make_mesh(1, 1),
-        backend=detjax.Backend.PORTABLE,
+        backend=toy.model.backend,
     )
     sizes = toy.config.engine
     engine = detjax.Engine(model, sizes)
@@ -324,7 +324,7 @@ def test_what_was_chosen_is_shown(toy):
     shown = str(toy.config)
     assert toy.config.engine.max_len == CONTEXT and toy.config.engine.num_pages == 16
     for part in (
-        "backend     portable (",
+        "backend     reference (",
         "dp 1 x tp 1",
         "room for 256",
         "16 pages",

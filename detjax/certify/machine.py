@@ -23,7 +23,7 @@ from detjax.numerics import NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.backend_choice import why_not_runnable
 from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -48,7 +48,7 @@ def why_not_applicable(backend: Backend) -> str:
             f"the {backend.value} backend runs on a CPU, and the claim is that a GPU gives the "
             "bits that a CPU computes"
         )
-    return KERNELS[Backend.REFERENCE].why_not_here() or ""
+    return why_not_runnable(Backend.REFERENCE) or ""
 
 
 def machine_cases(backend: Backend) -> Iterator[Outcome]:

@@ -216,8 +216,9 @@ BACKEND = Option(
     name="backend",
     default=AUTO,
     choices=(AUTO, *(backend.value for backend in Backend)),
-    help="which kernels: portable runs anywhere, sm90 on Hopper GPUs, reference gives the bits of "
-    "sm90 on a CPU; auto goes by the hardware. It chooses bits",
+    help="which kernels: sm90 on Hopper GPUs; reference gives the bits of sm90 on a CPU; portable "
+    "takes every model on a CPU, and has bits of its own; auto is the first of these that the "
+    "hardware and the model allow. It chooses bits",
 )
 
 # ------------------------------------------------------------------- batch, mesh and schedule

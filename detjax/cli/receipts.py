@@ -242,7 +242,7 @@ def _backend_that_checks(receipt: "Receipt", asked: str) -> Backend:
     Raises:
         ValueError: If they do not, or cannot run here.
     """
-    from detjax.pallas_kernels.kernel_table import KERNELS
+    from detjax.pallas_kernels.backend_choice import why_not_runnable
 
     made_by = receipt.build["backend"]
     names = [backend.value for backend in Backend]
@@ -257,7 +257,7 @@ def _backend_that_checks(receipt: "Receipt", asked: str) -> Backend:
             f"--backend {asked} does not give the bits of {made_by}, which made the receipts; "
             "leave it out"
         )
-    if why := KERNELS[backend].why_not_here():
+    if why := why_not_runnable(backend):
         alike = [b.value for b in Backend if b is not backend and b.gives_bits_of(backend)]
         others = f"; --backend {alike[0]} gives the same bits" if alike else ""
         raise ValueError(f"{asked}, which is to check the receipts, cannot run here: {why}{others}")

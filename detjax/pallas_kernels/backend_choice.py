@@ -27,38 +27,54 @@ def choose_backend(
 ) -> BackendChoice:
     """Choose by the hardware and the model, or check that `requested` can run here.
 
+    Of the backends of a CPU the model alone decides. If something has to be installed for that one,
+    nothing else is chosen: the same command would have other bits on the next machine.
+
     Args:
         requested: None chooses.
         why_not_model: Says what a backend's kernels refuse in the model; asked where they can run.
         num_params: Parameters of the model; 0 if there is none yet.
 
     Raises:
-        ValueError: If the requested backend cannot run here, with the reason, or if nothing was
-            requested and a model of more than `MAX_UNASKED_CPU_PARAMS` would run on a CPU.
+        ValueError: If the requested backend cannot run here, with the reason; or if nothing was
+            requested and something has to be installed, or a model of more than
+            `MAX_UNASKED_CPU_PARAMS` would run on a CPU.
     """
-
-    def why_not(backend: Backend) -> str | None:
-        return KERNELS[backend].why_not_here() or why_not_model(backend)
-
     if requested is not None:
-        refusal = why_not(requested)
+        refusal = why_not_runnable(requested) or why_not_model(requested)
         if refusal is not None:
-            anywhere = next(b.value for b, kernels in KERNELS.items() if kernels.takes_every_model)
             raise ValueError(
-                f"--backend {requested.value} cannot run here: {refusal}; use --backend {anywhere}"
+                f"--backend {requested.value} cannot run here: {refusal}; "
+                f"use --backend {_anywhere()}"
             )
         return BackendChoice(backend=requested, reason="asked for")
-    refusals = []
+    refusals: list[str] = []
     for backend, kernels in KERNELS.items():
-        refusal = why_not(backend)
-        if refusal is None:
-            if backend.platform == "cpu" and num_params > MAX_UNASKED_CPU_PARAMS:
-                raise ValueError(
-                    f"the model has {num_params / 1e9:.1f} billion parameters and would run on the "
-                    f"CPU, many seconds a token: {'; '.join(refusals)}; use an H100 or H200, or "
-                    f"ask for the CPU with --backend {backend.value}"
-                )
-            reason = "; ".join([*dict.fromkeys(refusals), kernels.where_it_runs()])
-            return BackendChoice(backend=backend, reason=reason)
-        refusals.append(f"{refusal}")
+        refusal = kernels.why_not_here() or why_not_model(backend)
+        if refusal is not None:
+            refusals.append(refusal)
+            continue
+        if backend.platform == "cpu" and num_params > MAX_UNASKED_CPU_PARAMS:
+            raise ValueError(
+                f"the model has {num_params / 1e9:.1f} billion parameters and would run on the "
+                f"CPU, many seconds a token: {'; '.join(refusals)}; use an H100 or H200, or "
+                f"ask for the CPU with --backend {backend.value}"
+            )
+        if missing := kernels.what_to_install():
+            raise ValueError(
+                f"{missing}; --backend {_anywhere()} needs nothing, and gives other bits"
+            )
+        reason = "; ".join([*dict.fromkeys(refusals), kernels.where_it_runs()])
+        return BackendChoice(backend=backend, reason=reason)
     raise ValueError(f"no backend can run here: {'; '.join(refusals)}")
+
+
+def why_not_runnable(backend: Backend) -> str | None:
+    """Say why a backend cannot run on this machine as it is, or None if it can."""
+    kernels = KERNELS[backend]
+    return kernels.why_not_here() or kernels.what_to_install()
+
+
+def _anywhere() -> str:
+    """The name of the backend that runs on every machine, and takes every model."""
+    return next(b.value for b, kernels in KERNELS.items() if kernels.takes_every_model)

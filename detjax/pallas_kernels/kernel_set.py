@@ -50,6 +50,13 @@ class KernelSet(Protocol):
         """Why it cannot run on this machine, or None if it can."""
         ...
 
+    def what_to_install(self) -> str | None:
+        """What this machine lacks and can be given, or None. Nobody goes on to another backend.
+
+        Which backend is chosen, and so every bit, must not depend on what is installed.
+        """
+        ...
+
     def where_it_runs(self) -> str:
         """On what, for the user to read; asked where it can."""
         ...

@@ -7,8 +7,7 @@ from detjax.pallas_kernels.kernel_set import KernelSet
 
 KERNELS: dict[Backend, KernelSet] = {
     Backend.SM90: sm90,
-    Backend.PORTABLE: portable,
     Backend.REFERENCE: reference,
+    Backend.PORTABLE: portable,
 }
-"""The kernel set of each backend, first choice first. What follows one that takes every model must
-be asked for by name."""
+"""The kernel set of each backend, first choice first."""

@@ -69,6 +69,11 @@ def why_not_here() -> str | None:
     return None
 
 
+def what_to_install() -> str | None:
+    """Nothing."""
+    return None
+
+
 def where_it_runs() -> str:
     """On the CPU, whatever else there is."""
     return "runs on the CPU"

@@ -4,10 +4,13 @@
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,22 +41,27 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psa
 OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 """Let `fma` be one instruction. The library runs on the machine that compiles it alone."""
 COMPILERS = ("c++", "g++", "clang++")
+PACKAGED = "ziglang"
+"""A package that has clang and a C++ library with it, for machines without a compiler."""
 
 
-def find_compiler() -> str:
-    """Return the path of the C++ compiler: that of CXX, or the system's.
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler: that of CXX, the system's, or the packaged one.
 
     Raises:
         FileNotFoundError: If there is none, naming what was looked for.
     """
-    named = os.environ.get("CXX")
-    for name in [named] if named else COMPILERS:
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [named] if named else [[name] for name in COMPILERS]:
         if path := shutil.which(name):
-            return path
-    looked_for = f"CXX={named}" if named else ", ".join(COMPILERS)
+            return [path, *options]
+    if not named and importlib.util.find_spec(PACKAGED):
+        return [sys.executable, "-m", PACKAGED, "c++", "-fno-sanitize=all", "-s"]
+    looked_for = f"CXX={shlex.join(named)}" if named else ", ".join((*COMPILERS, PACKAGED))
     raise FileNotFoundError(
         f"the reference backend is compiled on the machine that runs it, and no C++ compiler is "
-        f"in PATH (looked for {looked_for}); install g++ 12 or clang 16, or name one with CXX"
+        f"here (looked for {looked_for}); install g++ 12 or clang 16, or run pip install "
+        f"{PACKAGED}, or name one with CXX"
     )
 
 
@@ -78,7 +86,8 @@ def _compiled() -> Path:
     parts = [path.read_bytes() for path in files]
     flags = (*FLAGS, *OF_PROCESSOR.get(platform.machine(), ()))
     parts += [part.encode() for part in (*flags, jax.lib.__version__, cpu_arch())]
-    parts.append(_output_of([compiler, "--version"]).encode())
+    parts += [part.encode() for part in compiler]
+    parts.append(_output_of([*compiler, "--version"]).encode())
     key = hashlib.sha256(b"\n".join(parts)).hexdigest()[:16]
     folder = Path(default_cache_dir()) / "reference"
     make_private(folder)
@@ -89,7 +98,7 @@ def _compiled() -> Path:
         headers = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
         try:
-            _output_of([compiler, *flags, *headers, source, "-o", unfinished])
+            _output_of([*compiler, *flags, *headers, source, "-o", unfinished])
             os.replace(unfinished, path)
         finally:
             Path(unfinished).unlink(missing_ok=True)

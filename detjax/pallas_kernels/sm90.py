@@ -81,6 +81,11 @@ def why_not_here() -> str | None:
     return None
 
 
+def what_to_install() -> str | None:
+    """Nothing that this could find."""
+    return None
+
+
 def where_it_runs() -> str:
     """On the first GPU."""
     return f"{jax.devices(Backend.SM90.platform)[0].device_kind} is a Hopper GPU"

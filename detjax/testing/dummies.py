@@ -17,6 +17,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import PAGES_SPEC
+from detjax.models.abstract import why_unsupported
 from detjax.models.adapters.low_rank import Adapter
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
@@ -26,6 +27,7 @@ from detjax.models.params import ParamRole, TensorSpec, param_specs, stored_rows
 from detjax.models.weights.assemble import assemble
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS, make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal
@@ -84,17 +86,28 @@ def dummy_config(
     )
 
 
+def cpu_backend(config: ModelConfig, profile: NumericsProfile, tp: int = 1) -> Backend:
+    """The backend that runs a model where there is no GPU."""
+    refused = {b: why_unsupported(config, profile, b, tp) for b in KERNELS if b.platform == "cpu"}
+    return next(backend for backend, refusal in refused.items() if refusal is None)
+
+
 def dummy_model(
     config: ModelConfig,
     *,
     dp: int = 1,
     tp: int = 1,
     profile: NumericsProfile | None = None,
-    backend: Backend = Backend.PORTABLE,
+    backend: Backend | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Random weights on a (dp, tp) mesh, equal for every mesh; drawn on the host, to start fast."""
-    profile, mesh = profile or NumericsProfile(), make_mesh(dp, tp, platform=backend.platform)
+    """Random weights on a (dp, tp) mesh, equal for every mesh; drawn on the host, to start fast.
+
+    Without `backend` it is that of a machine without a GPU.
+    """
+    profile = profile or NumericsProfile()
+    backend = backend or cpu_backend(config, profile, tp)
+    mesh = make_mesh(dp, tp, platform=backend.platform)
     specs = param_specs(config, tp=tp, vocab_block=profile.vocab_block)
 
     def make(spec: TensorSpec) -> jax.Array:

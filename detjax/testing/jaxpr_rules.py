@@ -15,7 +15,7 @@ MOVES_BITS = frozenset(
         "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice",
         "dynamic_update_slice", "eq", "gather", "ge", "gt", "iota", "is_finite", "le", "lt", "max",
         "min", "ne", "optimization_barrier", "pad", "ppermute", "reduce_max", "reduce_min",
-        "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
+        "reshape", "reshard", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
         "stack", "stop_gradient", "top_k", "transpose", "unstack",
     }
 )  # fmt: skip

@@ -35,7 +35,7 @@ from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.backend_choice import why_not_runnable
 from detjax.testing.dummies import dummy_config, dummy_model
 
 
@@ -109,8 +109,9 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
 def test_the_map_names_what_is_refused_and_what_was_not_run():
     rows = coverage_map(model(), modes={"invariant"}, is_proven=True)
     state = {row[:4]: row[4] for row in rows}
-    assert state[THIS, "bfloat16", "portable", "invariant"] == "proven here"
-    assert state[THIS, "bfloat16", "portable", "dvr"] == "not covered by this run"
+    assert state[THIS, "bfloat16", "reference", "invariant"] == "proven here"
+    for kernels, mode in (("reference", "dvr"), ("portable", "invariant")):
+        assert state[THIS, "bfloat16", kernels, mode] == "not covered by this run"
     assert state[THIS, "float32", "portable", "invariant"] == "not covered by this run"
     assert {s for (*_, mode), s in state.items() if mode == "fast"} == {"no claim is made"}
     for name in (THIS, *(family.name for family in FAMILIES)):
@@ -161,7 +162,7 @@ def test_arrays_are_compared_by_their_bits():
 
 @pytest.fixture
 def no_compiler_no_test():
-    if why := KERNELS[Backend.REFERENCE].why_not_here():
+    if why := why_not_runnable(Backend.REFERENCE):
         pytest.skip(why)
 
 

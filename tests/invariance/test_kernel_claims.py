@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every claim in a kernel's docstring, on the portable backend.
+"""Every claim in a kernel's docstring, on the backends of a CPU.
 
 A case builds a function of rows; each claim is a way of calling it that must not matter. One test
 requires that every `Claims:` line in the package has its cases here.
@@ -77,8 +77,9 @@ from detjax.testing import (
 )
 from detjax.testing.cases import quick_and_slow
 
-ON = {"backend": Backend.PORTABLE}
-M, K, N, C = 37, 192, 130, 16
+ON = {"backend": Backend.REFERENCE}
+"""Of the test that runs: the fixture `backend` changes it."""
+M, K, N, C = 37, 192, 160, 16
 NUM_EXPERTS, TOP_K = 8, 3
 PROFILE = NumericsProfile()
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -739,13 +740,19 @@ def _one_more_token(rows, positions, heads: slice = slice(None)) -> jax.Array:
     return out
 
 
-_CACHE: dict[str, Case] = {}
+OF_PORTABLE_ALONE = ("softcap", "delta_rule", "gated_rms_norm", "sigmoid_gate")
+BACKENDS = quick_and_slow([Backend.REFERENCE], [Backend.PORTABLE])
 
 
-def _cases_cache() -> dict[str, Case]:
-    if not _CACHE:
-        _CACHE.update(_cases())
-    return _CACHE
+@pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.value)
+def backend(request) -> Backend:
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    is_alone = name in OF_PORTABLE_ALONE or "delta" in request.node.name
+    ON["backend"] = Backend.PORTABLE if is_alone else request.param
+    return ON["backend"]
+
+
+_cases_cache = functools.cache(_cases)
 
 
 def _butterfly(x, w, reduction: Reduction, *, tp: int) -> jax.Array:
@@ -796,20 +803,28 @@ SAME_ON_EVERY_RANK = (
 
 
 @functools.cache
+def _jitted(name: str, backend: Backend) -> Callable:
+    call = _cases_cache()[name].call
+    return jax.jit(lambda *rows: call(*rows))
+
+
 def jitted(name: str) -> Callable:
     """A case as a program, compiled once for each number of rows."""
-    return jax.jit(_cases_cache()[name].call)
+    return _jitted(name, ON["backend"])
 
 
 @functools.cache
+def _whole(name: str, backend: Backend) -> np.ndarray:
+    return np.asarray(_jitted(name, backend)(*_cases_cache()[name].rows))
+
+
 def whole(name: str) -> np.ndarray:
     """A case on all its rows, computed once."""
-    return np.asarray(jitted(name)(*_cases_cache()[name].rows))
+    return _whole(name, ON["backend"])
 
 
-@pytest.mark.quick_cases("attention", "linear")
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_and_slow(["attention", "linear"], NAMES))
 def test_kernel_is_bitwise_run_invariant(name):
     case = _cases_cache()[name]
     again = _run(case.call, case.rows, program="run_again")
@@ -918,6 +933,8 @@ def test_linear_leaf_sums_is_bitwise_mesh_invariant():
 
 def _assert_shares_add_up(k_len, share_of) -> None:
     """The tree over any number of ranks' shares has the bits of `linear_partial` of all of K."""
+    if k_len % (8 * 16):
+        ON["backend"] = Backend.PORTABLE  # others need leaves of whole steps of 16
     rng = np.random.default_rng(k_len)
     x, w = bf16(rng, 3, k_len), bf16(rng, 24, k_len)
     assert_order_sensitive(np.asarray(x[0], np.float32) * np.asarray(w, np.float32))

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -761,9 +762,32 @@ def test_control_portable_answers_differ(alone):
     assert [a.digest() for a in got] != alone
 
 
-def test_it_is_used_only_if_it_is_asked_for():
-    assert choose_backend(Backend.REFERENCE).backend is Backend.REFERENCE
-    assert choose_backend().backend is not Backend.REFERENCE
+def test_the_model_alone_decides_between_the_backends_of_a_cpu(monkeypatch):
+    assert choose_backend().backend is Backend.REFERENCE
+    refused = {Backend.REFERENCE: "it is made up"}
+    choice = choose_backend(why_not_model=refused.get)
+    assert choice.backend is Backend.PORTABLE and "it is made up" in choice.reason
+    # What can be installed is asked for: another backend would have other bits.
+    monkeypatch.setattr(reference, "what_to_install", lambda: "no compiler")
+    with pytest.raises(ValueError, match="no compiler; --backend portable needs nothing"):
+        choose_backend()
+    with pytest.raises(ValueError, match="--backend reference cannot run here: no compiler"):
+        choose_backend(Backend.REFERENCE)
+    assert choose_backend(why_not_model=refused.get).backend is Backend.PORTABLE
+    assert choose_backend(Backend.PORTABLE).backend is Backend.PORTABLE
+
+
+def test_a_packaged_compiler_is_the_last_choice(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(reference_library.importlib.util, "find_spec", lambda name: name)
+    assert "ziglang" not in reference_library.find_compiler()
+    monkeypatch.setenv("PATH", "")
+    assert reference_library.find_compiler()[1:4] == ["-m", "ziglang", "c++"]
+    monkeypatch.setattr(reference_library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="looked for c.., g.., clang.., ziglang.*pip inst"):
+        reference_library.find_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} -m another")
+    assert reference_library.find_compiler() == [sys.executable, "-m", "another"]
 
 
 def test_models_that_it_does_not_compute_are_refused_by_name():
@@ -820,7 +844,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     reference_library.library.cache_clear()
     try:
-        why = reference.why_not_here()
+        why = reference.what_to_install()
     finally:
         reference_library.library.cache_clear()
     assert why and "could not compile the reference kernels" in why

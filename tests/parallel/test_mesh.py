@@ -88,7 +88,7 @@ def test_mesh_must_be_of_the_backends_devices():
 
 def test_backends_that_cannot_run_here_are_refused():
     choice = choose_backend(None)
-    assert choice.backend is Backend.PORTABLE and choice.reason
+    assert choice.backend is Backend.REFERENCE and choice.reason
     with pytest.raises(ValueError, match="--backend sm90 cannot run here"):
         choose_backend(Backend.SM90)
 
@@ -100,7 +100,7 @@ def test_a_large_model_runs_on_the_cpu_only_if_asked(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(SHAPE_8B.read_text())
     options = {"profile": NumericsProfile(), "dp": 1, "tp": 1}
     with pytest.raises(
-        ValueError, match="8.0 billion.*A100.*ask for the CPU with --backend portable"
+        ValueError, match="8.0 billion.*A100.*ask for the CPU with --backend reference"
     ):
         load_on_devices(tmp_path, backend="auto", **options)
     # With the backend named, loading goes on, to the weights that this folder lacks.

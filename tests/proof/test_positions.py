@@ -9,6 +9,7 @@ import pytest
 
 from detjax import audit
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.backend_choice import why_not_runnable
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.proof.cost import Estimate, estimate_audit, products_of_token
 from detjax.proof.kept_results import KeptResults
@@ -114,7 +115,7 @@ def test_an_estimate_is_told_in_seconds_or_minutes():
 @pytest.mark.slow
 def test_a_part_is_audited_and_what_was_checked_is_not_checked_again(tmp_path, capsys):
     """67 of 144 tokens with this seed. A second run finds all results in the file."""
-    if why := KERNELS[Backend.REFERENCE].why_not_here():
+    if why := why_not_runnable(Backend.REFERENCE):
         pytest.skip(why)
     kept, report = tmp_path / "results.jsonl", tmp_path / "report.json"
     part = ["--positions", "2", "--seed", "abc", "--results", str(kept), "--json", str(report)]
