@@ -6,6 +6,8 @@ and wider layers.
 """
 
 import dataclasses
+import json
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -124,6 +126,16 @@ def test_batch_chunk_and_path_change_nothing(case):
         prefilled = [one.logprob for one in scored[-len(completion.token_ids) :]]
         decoded = np.stack(completion.logprobs)
         assert_bitwise_equal(np.array(prefilled, np.float32), decoded, claim=f"{case}: path")
+
+
+@pytest.mark.gpu
+@pytest.mark.golden
+def test_whole_answers_of_a_hybrid_have_the_bits_of_the_reference():
+    """The CRC-32 that `test_reference.py` has of the same model and requests, on a CPU."""
+    wanted = json.loads((GOLDEN.parent / "hybrid_bits.json").read_text())["answers"]
+    found = answers("qwen3_5", batch_size=4, prefill_chunk=64)
+    bits = b"".join(np.asarray(c.logprobs, np.float32).tobytes() for c in found)
+    assert zlib.crc32(bits) == wanted
 
 
 @pytest.mark.gpu

@@ -740,15 +740,14 @@ def _one_more_token(rows, positions, heads: slice = slice(None)) -> jax.Array:
     return out
 
 
-OF_PORTABLE_ALONE = ("softcap", "delta_rule", "gated_rms_norm", "sigmoid_gate")
+OF_PORTABLE_ALONE = ("softcap",)
 BACKENDS = quick_and_slow([Backend.REFERENCE], [Backend.PORTABLE])
 
 
 @pytest.fixture(autouse=True, params=BACKENDS, ids=lambda backend: backend.value)
 def backend(request) -> Backend:
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
-    is_alone = name in OF_PORTABLE_ALONE or "delta" in request.node.name
-    ON["backend"] = Backend.PORTABLE if is_alone else request.param
+    ON["backend"] = Backend.PORTABLE if name in OF_PORTABLE_ALONE else request.param
     return ON["backend"]
 
 

@@ -382,7 +382,8 @@ def test_linear_attention_has_the_bits_of_the_definition():
     assert count_different_bits(left_to_right, expected) > expected.size // 2  # control
 
 
-HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())
+HYBRID_BITS = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())
+HYBRID_CASES = HYBRID_BITS["cases"]
 """Digests of this backend, that `test_delta_rule_sm90.py` asks of a GPU."""
 
 
@@ -678,6 +679,34 @@ def test_whole_answers_with_sinks_have_the_bits_of_a_gpu():
     got = answers(dummy_model(config, backend=Backend.REFERENCE), asked, **sizes)
     bits = b"".join(np.asarray(answer.logprobs, np.float32).tobytes() for answer in got)
     assert zlib.crc32(bits) == 2744263095
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+@pytest.mark.parametrize(("batch_size", "prefill_chunk"), [(4, 64), (8, 48)])
+def test_whole_answers_of_a_hybrid_keep_their_bits(batch_size, prefill_chunk):
+    """The CRC-32 that `test_families_sm90.py` asks of a GPU, of the same model and requests."""
+    config = load_config(GOLDEN_FOLDER / "hf" / "qwen3_5")
+    heads = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 64, "value_dim": 64}
+    config = dataclasses.replace(
+        config, head_dim=64, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=4,
+        linear_attention=dataclasses.replace(config.linear_attention, **heads), eos_token_ids=(),
+    )  # fmt: skip
+    rng = np.random.default_rng(7)
+    asked = [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=8, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 127, 1, 130, 64, 33, 200, 23))
+    ]
+    model = dummy_model(config, backend=Backend.REFERENCE)
+    sizes = {"batch_size": batch_size, "prefill_chunk": prefill_chunk, "max_len": 256}
+    bits = b"".join(
+        np.asarray(answer.logprobs, np.float32).tobytes()
+        for answer in answers(model, asked, **sizes)
+    )
+    assert zlib.crc32(bits) == HYBRID_BITS["answers"]
 
 
 # ------------------------------------------------------------------------------------ the backend

@@ -46,8 +46,8 @@ def delta_rule(
         state_pages: Of states: each block of a page has one. Likewise.
         page_table: Page of each P tokens of a sequence.
         positions: Absolute positions, without gaps; -1 marks padding behind them, of which nothing
-            is written and whose output is 0. A sequence may read pages that an earlier one of this
-            call writes.
+            is written and whose output is 0. A sequence may begin with a page that an earlier one
+            of this call fills; no two write the same page.
         layer: Which layer's pages.
         backend: Which implementation runs.
 

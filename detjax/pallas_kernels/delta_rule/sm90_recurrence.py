@@ -55,6 +55,17 @@ class _Chunks(NamedTuple):
     arrived: Any
 
 
+def _chunks(dim: int, dtype: jnp.dtype) -> _Chunks:
+    """Shared memory for heads of `dim` channels."""
+    return _Chunks(
+        q=plgpu.SMEM((STAGES, CHUNK, dim), jnp.float32),
+        k=plgpu.SMEM((STAGES, CHUNK, dim), jnp.float32),
+        v=plgpu.SMEM((STAGES, CHUNK, SLICE), dtype),
+        gates=plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+        arrived=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+    )
+
+
 def _dot(state, x, tile: rows.Tile):
     """Sums over the channels of a key, one a channel of values: [SLICE].
 
@@ -333,12 +344,6 @@ def read_states(
         name="detjax_delta_rule",
         is_interpreted=interpret,
         scratch_types=[
-            _Chunks(
-                q=plgpu.SMEM((STAGES, CHUNK, dim), jnp.float32),
-                k=plgpu.SMEM((STAGES, CHUNK, dim), jnp.float32),
-                v=plgpu.SMEM((STAGES, CHUNK, SLICE), dtype),
-                gates=plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
-                arrived=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
-            )
+            _chunks(dim, dtype),
         ],
     )  # fmt: skip

@@ -325,9 +325,9 @@ def mix_rows(
     scale = float(np.float32(dim**-0.5))
 
     def body(
-        filters_gmem, gates_gmem, pages_gmem, table_gmem, plan_gmem, layer_gmem,
-        q_gmem, k_gmem, v_gmem, gates_out, begin_gmem,
+        filters_gmem, gates_gmem, pages_gmem, table_gmem, plan_gmem, layer_gmem, *mixed_gmem
     ):  # fmt: skip
+        q_gmem, k_gmem, v_gmem, gates_out, begin_gmem = mixed_gmem
         seq, head = lax.axis_index("seq"), lax.axis_index("head")
         unit, own = lax.axis_index("unit"), lax.axis_index("group")
         first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
