@@ -15,7 +15,7 @@ from detjax.pallas_kernels.kernel_set import KernelSet
 
 
 class LazyModule:
-    """A module that is imported when an attribute is first asked for, set or removed."""
+    """A module that is imported when an attribute is first asked for."""
 
     def __init__(self, name: str, asked_first: Mapping[str, str] | None = None):
         """Keep the name.
@@ -25,7 +25,7 @@ class LazyModule:
             asked_first: Attributes that it has from another module, which alone is imported when
                 one of them is asked for.
         """
-        vars(self).update(name=name, asked_first=dict(asked_first or {}))
+        self.name, self.asked_first = name, dict(asked_first or {})
 
     def __getattr__(self, attribute: str) -> Any:
         """That of the module."""
@@ -33,14 +33,6 @@ class LazyModule:
         if name not in sys.modules:
             name = self.asked_first.get(attribute, name)
         return getattr(importlib.import_module(name), attribute)
-
-    def __setattr__(self, attribute: str, value: Any) -> None:
-        """Set that of the module."""
-        setattr(importlib.import_module(self.name), attribute, value)
-
-    def __delattr__(self, attribute: str) -> None:
-        """Remove that of the module."""
-        delattr(importlib.import_module(self.name), attribute)
 
 
 def _kernels(backend: Backend, **asked_first: str) -> KernelSet:

@@ -60,7 +60,7 @@ def test_another_toolchain_has_other_files(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "cpu_arch", lambda: "another processor")
     assert cache(tmp_path).get(KEY) is None
     monkeypatch.undo()
-    monkeypatch.setattr(source.importlib.metadata, "version", lambda package: "9")
+    monkeypatch.setattr(source, "_version", lambda package: "9")
     assert cache(tmp_path).get(KEY) is None
     monkeypatch.undo()
     assert cache(tmp_path).get(KEY) == VALUE

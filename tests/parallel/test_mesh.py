@@ -96,7 +96,7 @@ def test_backends_that_cannot_run_here_are_refused():
 def test_a_large_model_runs_on_the_cpu_only_if_asked(tmp_path, monkeypatch):
     """As on an A100, which no kernel here knows: an 8B model must not fall back in silence."""
     other = "NVIDIA A100-SXM4-80GB is not a Hopper GPU (sm_90)"
-    monkeypatch.setattr(KERNELS[Backend.SM90], "why_not_here", lambda: other)
+    monkeypatch.setattr("detjax.pallas_kernels.sm90.why_not_here", lambda: other)
     (tmp_path / "config.json").write_text(SHAPE_8B.read_text())
     options = {"profile": NumericsProfile(), "dp": 1, "tp": 1}
     with pytest.raises(
