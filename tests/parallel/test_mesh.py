@@ -16,7 +16,6 @@ from detjax.numerics import NumericsProfile
 from detjax.opening import load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import MAX_UNASKED_CPU_PARAMS, choose_backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.testing.dummies import dummy_config, dummy_model
