@@ -53,6 +53,7 @@ def tied() -> np.ndarray:
 TIED = [3, 70, 71, 130, 200, 255]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize(
     "sampling",

@@ -293,6 +293,7 @@ def test_more_top_logprobs_than_tokens_are_refused():
         made.add_request((1,), SamplingParams(logprobs=41))
 
 
+@pytest.mark.slow
 def test_fast_mode_refuses_to_be_deterministic():
     made = engine(mode="fast")
     with pytest.raises(ValueError, match="mode 'fast' makes no claim"):

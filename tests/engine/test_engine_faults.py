@@ -361,7 +361,7 @@ def test_pages_that_were_scheduled_and_not_computed_serve_nobody(monkeypatch, er
     assert made.stats().prefix_tokens == 0
 
 
-@pytest.mark.quick_cases("1-9")
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("steps_ahead", [1, 2])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
@@ -385,7 +385,7 @@ def test_an_interrupt_anywhere_in_generate_leaves_an_engine_that_works(stride, s
     assert count > 1000
 
 
-@pytest.mark.quick_cases("dvr-2-31")
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("mode", "steps_ahead"), [("invariant", 1), ("dvr", 1), ("dvr", 2)])
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")

@@ -87,6 +87,7 @@ MANY = {
 }
 
 
+@pytest.mark.quick_cases("numbers-4", "pairs-4", "signs-4", "ends alike-4", "begin alike-4")
 @pytest.mark.parametrize("count", quick_and_slow([4], [20]))
 @pytest.mark.parametrize("name", MANY)
 def test_a_choice_of_thousands_of_texts_goes_to_the_end_of_each(grammars, name, count):

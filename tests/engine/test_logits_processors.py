@@ -189,6 +189,7 @@ def test_control_another_order_has_other_bits():
     assert (late[:12] != want[:12]).any()
 
 
+@pytest.mark.slow
 def test_no_possible_token_is_told_by_the_logprob():
     nothing = SamplingParams(bad_words_token_ids=tuple((i,) for i in range(VOCAB)))
     _, _, chosen, _ = run(1, [*SAMPLINGS[:1], nothing, *SAMPLINGS[2:]])

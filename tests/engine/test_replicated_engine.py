@@ -112,6 +112,7 @@ def prompt(length: int, first: int = 3) -> list[int]:
     return [(first + 5 * i) % VOCAB for i in range(length)]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(
     ("mode", "plain_share", "steps_ahead"),

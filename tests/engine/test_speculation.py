@@ -409,6 +409,7 @@ def test_a_speculative_config_says_what_an_engine_does():
 # ------------------------------------------------------------------------------- chosen by itself
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("options", [DRAFT_MODEL, NGRAM], ids=["draft model", "ngram"])
 def test_a_chosen_number_of_drafts_changes_no_bit(engine, draft, monkeypatch, options):

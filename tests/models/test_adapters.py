@@ -40,7 +40,7 @@ def read(folder: Path, **options):
     return read_adapter(folder, CONFIG, **{"dtype": BF16, "max_rank": 16, **options})
 
 
-@pytest.mark.quick_cases("bfloat16-regex", "float32-regex")
+@pytest.mark.quick_cases("bfloat16-regex")
 @pytest.mark.golden
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -185,6 +185,7 @@ def test_models_that_cannot_have_adapters_are_refused():
         open_adapters(experts, AdapterSizes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_slot_holds_what_was_installed_and_no_other_changes(tp):
     model = open_adapters(dummy_model(CONFIG, tp=tp), AdapterSizes(max_loras=8))

@@ -203,6 +203,7 @@ MIXTRAL_8X7B = dummy_config(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tps"),
     quick_and_slow(

@@ -136,7 +136,7 @@ def quantised(model: LoadedModel, dtype: str) -> LoadedModel:
     )
 
 
-@pytest.mark.quick_cases("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_8_bit_drafts_agree_with_the_model_they_draft_for(dtype):
     fast = bundled_logits(quantised(bundled(1), dtype), "fast")

@@ -122,6 +122,7 @@ def test_ranks_have_whole_heads_of_keys():
         check_tp(config(), 4)
 
 
+@pytest.mark.slow
 def test_hopper_kernels_say_which_sizes_they_have():
     why = why_unsupported(config(), NumericsProfile(), Backend.SM90, 1)
     assert why is not None and "a multiple of 64, not 328" in why

@@ -342,7 +342,7 @@ def test_answers_are_those_of_the_expanded_folder(tmp_path, case, scheme, tp):
     assert digests(opened(folder)) != digests(plain)
 
 
-@pytest.mark.quick_cases("int4-w4a16-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "tp"), [("int4-w4a16", 2), ("fp8-dynamic", 1)])
 def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
     folder = folder_of("small", tmp_path / "bf16")

@@ -698,6 +698,7 @@ def test_random_weights_have_the_scale_they_say():
     assert 0 < np.asarray(params["layers"][0]["qkv_bias"]).std() < 0.04
 
 
+@pytest.mark.slow
 def test_random_weights_depend_on_the_seed_and_the_name():
     config = dataclasses.replace(SMALL, num_layers=2, qkv_bias=False)
 

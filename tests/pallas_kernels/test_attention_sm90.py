@@ -371,6 +371,7 @@ def test_schedules_that_merge_in_a_cta_refuse_sinks():
         sm90.decode(q, place, jnp.zeros(8), config=config, is_interpreted=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "group", "channels"),
     [

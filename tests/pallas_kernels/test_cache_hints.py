@@ -81,7 +81,7 @@ def test_gates_and_ups_are_both_hinted(count_hints):
 
 # Of shared splits, clusters, splits in turn and whole sequences: keys and values, in the sizes that
 # a last page is loaded in; five places where shared splits load.
-@pytest.mark.quick_cases("8-9-8")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "num_pages", "count"), [(1, 9, 5 * 4), (8, 9, 2 * 4), (64, 40, 2 * 4), (64, 9, 2 * 4)]
 )

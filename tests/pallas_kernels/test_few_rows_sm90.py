@@ -116,7 +116,7 @@ def late_terms(kind: str, num_rows: int, width: int) -> tuple[tuple, jax.Array]:
     return (y, weights), (-(y.astype(F32) * weights[..., None]).sum(1)).astype(BF16)
 
 
-@pytest.mark.quick_cases("subtrees-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", quick_and_slow((3, 8), (1,)))
 @pytest.mark.parametrize("kind", ["subtrees", "experts"])
 def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_launches, one_cta):

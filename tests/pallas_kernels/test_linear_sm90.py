@@ -407,7 +407,7 @@ def test_a_residual_of_swapped_tiles_in_interpret_mode(num_rows, cols, one_cta):
         assert_bitwise_equal(out, want, claim="the tree, then bias, then residual, one rounding")
 
 
-@pytest.mark.quick_cases("gated-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", quick_and_slow((3,), (8,)))
 @pytest.mark.parametrize(
     "name", quick_and_slow(("one_warpgroup", "gated", "copied"), HELD_VARIANTS)

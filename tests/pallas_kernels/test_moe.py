@@ -195,6 +195,7 @@ def test_biases_of_other_shapes_are_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_an_expert_has_the_bits_of_a_dense_layer():
     """Whatever its load: all rows, none, one more than a tile; in any slot."""
@@ -265,6 +266,7 @@ def derangement(count: int, seed: int) -> np.ndarray:
     return order[np.argsort(np.roll(order, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("count", quick_and_slow([33], [2, 64, 200]))
 def test_deranged_rows_have_deranged_bits(count):

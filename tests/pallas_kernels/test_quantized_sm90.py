@@ -135,7 +135,7 @@ def one_cta(monkeypatch):
     matmul.clear_cache()
 
 
-@pytest.mark.quick_cases("float8_float32-256-tiles3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "leaf_len", "tiles"),
     [

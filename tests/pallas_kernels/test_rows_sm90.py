@@ -295,6 +295,7 @@ def vocabulary_case(num_rows, vocab, seed=0):
     return jnp.asarray(logits), jnp.asarray(temperature), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "vocab"), quick_and_slow(((3, 640),), ((1, 256),)))
 def test_log_softmax_in_interpret_mode(num_rows, vocab):
     logits, _, _ = vocabulary_case(num_rows, vocab)
@@ -308,6 +309,7 @@ def test_log_softmax_in_interpret_mode(num_rows, vocab):
     assert_bitwise_equal(out, logits[:, :9] - lse[:, None], claim="one subtraction an element")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "vocab"), quick_and_slow(((3, 640),), ((1, 256),)))
 def test_sampling_in_interpret_mode(num_rows, vocab):
     logits, temperature, key = vocabulary_case(num_rows, vocab)
@@ -341,6 +343,7 @@ def token_in_steps(logits, temperature, key, **how):
     return ids, log_softmax.log_probs(chosen, lse, **how)[:, 0], lse
 
 
+@pytest.mark.slow
 def test_the_token_and_its_logprob_in_interpret_mode():
     logits, temperature, key = vocabulary_case(3, 640)
     out = token.choose_token(logits, temperature, key, vocab_block=128, interpret=True)
@@ -361,6 +364,7 @@ def test_noise_bits_in_interpret_mode():
     close(scores, noise.gumbel(bits), 1e-6)
 
 
+@pytest.mark.slow
 def test_nucleus_sums_in_interpret_mode():
     logits, temperature, _ = vocabulary_case(3, 640)
     ranked = -jnp.sort(-jnp.maximum(logits, -50.0), axis=1)

@@ -398,7 +398,7 @@ def spread_scales(w: W8A8Matrix) -> np.ndarray:
     return np.repeat(scales, w.block_rows, axis=0).repeat(w.shape[1] // scales.shape[1], axis=1)
 
 
-@pytest.mark.quick_cases("blocks-5-128-False-tiles0", "dtype0-5-256-False-tiles2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "num_out", "has_residual", "tiles"),
     [

@@ -97,7 +97,7 @@ def one_rank(k_len: int, num_rows: int):
     return on_ranks(1, butterfly(1), *operands(k_len, num_rows))
 
 
-@pytest.mark.quick_cases("4-384-8")
+@pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize(("k_len", "num_rows"), SIZES)
 @pytest.mark.parametrize("tp", quick_and_slow((4,), (1, 2, 8)))

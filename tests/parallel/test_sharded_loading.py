@@ -25,7 +25,7 @@ LLAMA_70B = dummy_config(
 )  # fmt: skip
 
 
-@pytest.mark.quick_cases("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_each_device_makes_its_share_of_a_70b_model_only(tp):
     mesh, itemsize = make_mesh(1, tp), 2

@@ -131,6 +131,7 @@ class Kept:
         return cls(len(gc.get_objects()), resident_bytes(), made_once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "num_stages"),
     [(120, 3), pytest.param(4_000, 10, marks=pytest.mark.nightly),

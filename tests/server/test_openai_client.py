@@ -488,6 +488,7 @@ def test_an_answer_can_be_made_a_call(running, thinking, client, choice, stream)
         assert (said["content"], said["reason"]) == ("", "tool_calls")
 
 
+@pytest.mark.quick_cases("False")
 @pytest.mark.parametrize("stream", [False, True])
 def test_of_several_calls_the_first_is_told_where_no_more_are_wanted(thinking, stream):
     counts = []

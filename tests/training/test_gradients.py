@@ -172,6 +172,7 @@ def _references(function, *shapes) -> int:
     return str(jax.make_jaxpr(function)(*shapes)).count("new_ref")
 
 
+@pytest.mark.slow
 def test_a_training_pass_on_sm90_writes_no_reference():
     """Where a layer is computed again, JAX drops such a write; the cache of serving has one."""
     model = dummy_model(dummy_config(head_dim=64, num_layers=1))

@@ -28,6 +28,7 @@ def tool() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(TOOL), run_name="train_eagle"))
 
 
+@pytest.mark.slow
 def test_the_steps_of_training_are_the_drafts_of_a_text(tool):
     """From the last place of a text each step must give the token that serving drafts."""
     eagle = dummy_eagle(TARGET, draft_vocab_size=40)
