@@ -871,7 +871,7 @@ def run_tests(tree: Path, tests: Sequence[str], *, limit_s: float) -> subprocess
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line",
-        "-m", "not slow", *tests,
+        "-m", "not nightly", *tests,
     ]  # fmt: skip
     imported = subprocess.run(
         [sys.executable, "-c", "import detjax; print(detjax.__file__)"],

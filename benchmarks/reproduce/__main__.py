@@ -83,7 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backend",
         choices=("auto", *(b.value for b in Backend)),
         default="auto",
-        help="kernels: portable on CPUs, sm90 on Hopper GPUs; auto looks (default)",
+        help="kernels: reference and portable on CPUs, sm90 on Hopper GPUs; auto looks (default)",
     )
     add("--model", type=Path, default=bundled_model_path(), metavar="FOLDER",
         help="a model that tools/train_tiny.py made (default: the bundled one)")  # fmt: skip
