@@ -38,6 +38,7 @@ from detjax.engine.self_check.session import Session
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.fixed_blocks import round_to
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.faults import (
@@ -58,6 +59,12 @@ def config_for(**changes) -> ModelConfig:
 @cache
 def model(dp: int = 1, tp: int = 1) -> LoadedModel:
     return dummy_model(config_for(), dp=dp, tp=tp)
+
+
+@cache
+def portable_model() -> LoadedModel:
+    """Whose attention has the faults."""
+    return dummy_model(config_for(), backend=Backend.PORTABLE)
 
 
 def make_engine(of: LoadedModel | None = None, **changes) -> Engine:
@@ -180,7 +187,7 @@ FAULT_CASES = [
 def test_a_fault_of_decode_is_found_when_the_program_is_compiled(monkeypatch, evidence, fault):
     plant, changes, what = FAULTS[fault]
     plant(monkeypatch.setattr)
-    made = make_engine(**changes)
+    made = make_engine(portable_model(), **changes)
     found = []
     note = made._claim.note
     monkeypatch.setattr(made._claim, "note", lambda some: (found.extend(some), note(some)))
@@ -191,7 +198,7 @@ def test_a_fault_of_decode_is_found_when_the_program_is_compiled(monkeypatch, ev
     (kept,) = evidence.iterdir()
     document = json.loads(kept.read_text())
     assert document["difference"]["program"] == found[0].program
-    assert document["fingerprint"] == model().fingerprint
+    assert document["fingerprint"] == portable_model().fingerprint
     assert str(kept) in made.self_check_error
 
 

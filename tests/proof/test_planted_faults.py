@@ -19,6 +19,7 @@ from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.forward_paths import FORWARD_PATHS
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.faults import FAULTS, with_ties
 
@@ -69,7 +70,8 @@ EXPECTED = {
 def model_of(compute: str, tp: int) -> LoadedModel:
     profile = NumericsProfile(attention_block=PAGE, attention_split=2 * PAGE, compute_dtype=compute)
     # WHY, two: the last layer of a prompt computes one row, as a decode step does.
-    return dummy_model(dummy_config(num_layers=2), tp=tp, profile=profile)
+    config = dummy_config(num_layers=2)  # the faults of attention are those of portable
+    return dummy_model(config, tp=tp, profile=profile, backend=Backend.PORTABLE)
 
 
 def model(name: str, tp: int = 1) -> LoadedModel:
