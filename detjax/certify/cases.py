@@ -177,10 +177,10 @@ def _until_it_differs(run: Callable[[int], BitComparison]) -> Callable[[], BitCo
 
 
 def _with_other_leaves(subject: Subject) -> Subject:
-    """The same weights, whose sums over K are cut into half as many leaves, or into two."""
+    """The same weights, whose sums over K have as few leaves as ranks, or twice as many."""
     model = subject.model
-    leaves = model.profile.num_leaves
-    profile = dataclasses.replace(model.profile, num_leaves=leaves // 2 if leaves > 1 else 2)
+    ranks, leaves = model.mesh.shape[TP_AXIS], model.profile.num_leaves
+    profile = dataclasses.replace(model.profile, num_leaves=ranks if leaves > ranks else 2 * ranks)
     return Subject(dataclasses.replace(model, profile=profile), subject.config)
 
 

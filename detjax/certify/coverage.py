@@ -21,16 +21,17 @@ COLUMNS = ("model", "dtype", "backend", "mode", "state")
 CoverageRow = tuple[str, str, str, str, str]
 
 _ANSWERS, _SM90 = "tests/invariance/test_answers.py", "tests/invariance/test_answers_sm90.py"
-_PORTABLE = "tests/invariance/test_portable_answers.py"
-_EXPERTS = "tests/invariance/test_expert_answers.py"
+_BACKENDS = "tests/invariance/test_backend_answers.py"
 _OLDER = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 _FAMILIES = "tests/invariance/test_families.py"
 _FLOAT32 = f"{_ANSWERS}::test_float32_profiles_are_bitwise_mesh_and_batch_invariant"
 TESTED: dict[tuple[str, str, str, str], str] = {
-    ("llama", "bfloat16", "portable", "invariant"): _PORTABLE,
-    ("llama", "bfloat16", "portable", "dvr"): _PORTABLE,
-    ("llama", "bfloat16", "reference", "invariant"): _ANSWERS,
-    ("llama", "bfloat16", "reference", "dvr"): "tests/invariance/test_schedules.py",
+    **{
+        (name, "bfloat16", backend, mode): _BACKENDS
+        for name in ("llama", "qwen3", "qwen3_moe")
+        for backend in ("portable", "reference")
+        for mode in ("invariant", "dvr")
+    },
     ("llama", "bfloat16", "sm90", "invariant"): _SM90,
     ("llama", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
@@ -38,17 +39,9 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     ("mistral", "float32", "portable", "invariant"): _FLOAT32,
     ("qwen2", "float32", "portable", "invariant"): _FLOAT32,
     ("qwen2", "bfloat16", "sm90", "invariant"): _SM90,
-    ("qwen3", "bfloat16", "portable", "invariant"): _PORTABLE,
-    ("qwen3", "bfloat16", "portable", "dvr"): _PORTABLE,
     ("qwen3", "bfloat16", "sm90", "invariant"): _SM90,
     ("qwen3", "bfloat16", "sm90", "dvr"): (
         f"{_SM90}::test_answers_do_not_depend_on_the_tokens_of_a_launch"
-    ),
-    ("qwen3_moe", "bfloat16", "portable", "invariant"): _PORTABLE,
-    ("qwen3_moe", "bfloat16", "portable", "dvr"): _PORTABLE,
-    ("qwen3_moe", "bfloat16", "reference", "invariant"): _EXPERTS,
-    ("qwen3_moe", "bfloat16", "reference", "dvr"): (
-        f"{_EXPERTS}::test_answers_are_bitwise_schedule_invariant"
     ),
     **{
         (name, "bfloat16", "portable", "invariant"): _FAMILIES

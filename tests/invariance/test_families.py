@@ -21,6 +21,7 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.hf_config import load_config
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_model
@@ -57,7 +58,7 @@ def model(case: str, dp: int = 1, tp: int = 1) -> LoadedModel:
     if linear is not None:
         linear = dataclasses.replace(linear, num_key_heads=4, num_value_heads=8)
     config = dataclasses.replace(config, **sizes, eos_token_ids=(), linear_attention=linear)
-    return dummy_model(config, dp=dp, tp=tp)
+    return dummy_model(config, dp=dp, tp=tp, backend=Backend.PORTABLE)
 
 
 def requests() -> list[Request]:

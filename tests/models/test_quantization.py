@@ -43,6 +43,7 @@ from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, RowCoding, W8A8Matrix
 from detjax.pallas_kernels.moe import portable as moe
 from detjax.parallel.mesh import make_mesh
@@ -291,12 +292,14 @@ def expanded_folder(folder: Path, out: Path) -> Path:
 
 
 def opened(folder: Path, tp: int = 1, mode: str = "auto") -> LoadedModel:
-    profile = NumericsProfile()
+    """On the backend of a CPU; mixtures on portable, which alone has experts of 8 bits there."""
+    profile, config = NumericsProfile(), load_config(folder)
+    backend = Backend.PORTABLE if config.experts else cpu_backend(config, profile, tp)
     return load_model(
         str(folder),
         profile=profile,
         mesh=make_mesh(dp=1, tp=tp, platform="cpu"),
-        backend=cpu_backend(load_config(folder), profile, tp),
+        backend=backend,
         quantized_weights=mode,
     )
 
@@ -454,7 +457,8 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     assert found(engine(model, prefill_chunk=16, batch_size=2), requests) == together
     assert found(engine(model, mode="dvr", verify_window=4), requests) == together
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
-    rows_alone = portable.quantize_rows
+    kernels = KERNELS[model.backend]
+    rows_alone, rms_norm = kernels.quantize_rows, kernels.rms_norm
 
     def by_tensor(x, coding):
         rows = rows_alone(x, coding)
@@ -462,10 +466,10 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
         values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
-    monkeypatch.setattr(portable, "quantize_rows", by_tensor)
+    monkeypatch.setattr(kernels, "quantize_rows", by_tensor)
     monkeypatch.setattr(
-        portable, "rms_norm_quantize",
-        lambda x, gain, coding, eps: by_tensor(portable.rms_norm(x, gain, eps=eps), coding),
+        kernels, "rms_norm_quantize",
+        lambda x, gain, coding, eps: by_tensor(rms_norm(x, gain, eps=eps), coding),
     )  # fmt: skip
     model = opened(tmp_path / "q", mode="w8a8")
     unchecked = engine(model, self_check="off")
