@@ -94,14 +94,12 @@ class Turn:
 
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
-        job, memory = self.work.job, self.work.memory
+        memory = self.work.memory
         slot = self.work.slot(self.index, 0, self.base + j)
         plgpu.barrier_wait(memory.barriers.filled.at[slot])
         if may_be_new:
             self._put_new(j, 0, memory.slots.ring.at[slot])
-        scores, result = bits.product_during(
-            job.math, self.q, memory.slots.ring.at[slot].T, (bits.ROWS, bits.BLOCK), meanwhile
-        )
+        scores, result = bits.scores_during(self.q, memory.slots.ring.at[slot], meanwhile)
         plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return scores, result
 
@@ -188,7 +186,7 @@ def start_turn(work: DecodeWork, turn, base) -> Turn:
         row_pos = math.load(memory.positions.at[run.seq])
     q_slot = page = offset = None
     if job.new_token is None:
-        q_slot = lax.rem(turn, jnp.int32(2))
+        q_slot = lax.rem(turn, jnp.int32(job.query_slots))
         q = memory.slots.q.at[q_slot]
         plgpu.barrier_wait(memory.barriers.q_filled.at[q_slot])
     else:
@@ -249,11 +247,11 @@ def load_runs(
     def one_run(index, base):
         turn = index * count + owner if count > 1 else index
         run = work.run_at(turn)
-        q_slot = lax.rem(turn, jnp.int32(2))
+        q_slot = lax.rem(turn, jnp.int32(job.query_slots))
         if job.new_token is None:
             first_row = (run.seq * job.kv_heads + run.kv_head) * job.rows_apart
 
-            @pl.when(turn >= 2)
+            @pl.when(turn >= job.query_slots)
             def _q_is_free():
                 plgpu.barrier_wait(memory.barriers.q_free.at[q_slot])
 
@@ -292,7 +290,7 @@ def load_runs(
     pl.when(owner == 0)(memory.ask_ahead)
     rings = [(memory.barriers.free, job.num_slots, 2 * total)]
     if job.new_token is None:
-        rings.append((memory.barriers.q_free, 2 // count, turns))
+        rings.append((memory.barriers.q_free, job.query_slots // count, turns))
     for free, num_slots, num_used in rings:
         bits.drain(free, num_used, owner * num_slots, num_slots)
 

@@ -29,7 +29,7 @@ class NewToken:
     Attributes:
         kv_heads: K.
         group: Query heads of a key/value head.
-        channels: C, 64 or 128.
+        channels: C: 64, 128 or 256.
         eps: Of the norms.
         is_interpreted: Use plain indexing, for interpretation on CPU.
     """
