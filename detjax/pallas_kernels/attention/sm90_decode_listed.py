@@ -144,8 +144,8 @@ def merge_splits(
                     row,
                 )
                 weight_sum = lanes.spread(lambda r, e=entry: ml_ref[e, 1, r], row)
-                first = row * job.channels + first_channel
-                part = lanes.math.load(o_ref.at[entry, pl.ds(first, LANES)])
+                here = pl.ds(row * job.channels + first_channel, LANES)
+                part = lanes.math.load(o_ref.at[entry, here])
                 parts.append((m, weight_sum, part))
             for part in parts:
                 state = lanes.fold(state, *part)

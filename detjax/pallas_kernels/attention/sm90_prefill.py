@@ -307,13 +307,16 @@ class _Cta:
         """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
         plan, shared = self.plan, self.shared
         page = first_page + self.arrays.table[seq, j]
+        # Interpretation knows no loads of several CTAs.
+        is_shared = plan.config.cluster > 1 and not plan.is_interpreted
+        shared_by = RANK if is_shared else None
         for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
             slot = ring.claim(step)
             plgpu.copy_gmem_to_smem(
                 self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
                 smem.at[slot],
                 ring.full.at[slot],
-                collective_axes=RANK if plan.config.cluster > 1 else None,
+                collective_axes=shared_by,
             )
 
     # -------------------------------------------------------------- the warpgroups that compute
