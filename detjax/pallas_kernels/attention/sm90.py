@@ -7,6 +7,7 @@ sequence and merges its splits in shared memory (`sm90_decode_cluster`), or shar
 (`sm90_decode_spread`).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -90,11 +91,12 @@ def attention(
 
     Raises:
         NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96,
-            128 and 256, another block than 128, a soft cap, or sinks of float32 activations.
+            128 and 256, another block than 128, or sinks or a soft cap of float32 activations.
 
     Numerics:
         Scores: wgmma, K in order, 16 at a time, float32. Weights: `ex2(fma(score, scale, -m))`
-        with `scale = log2(e) / sqrt(C)` rounded to float32. A block's weights are added in one
+        with `scale = log2(e) / sqrt(C)` rounded to float32; with a soft cap, `ex2(capped - m)` of
+        `sm90_rows.Arithmetic.soft_cap`. A block's weights are added in one
         fixed tree. Within a split the output is scaled by `ex2(m - new_m)` and takes the block's
         products on the tensor core's accumulator; splits are folded left to right by
         `fma(out, a, other * b)`, and a sink is one more. Division by multiplying with the rounded
@@ -106,14 +108,12 @@ def attention(
     """
     pages, page_table = place.pages, place.page_table
     _check(q, pages, profile)
-    if softcap is not None:
-        raise NotImplementedError(f"attention on sm90 has no soft cap on scores ({softcap=})")
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     place = place._replace(layer=jnp.int32(place.layer))
     per_split = profile.attention_split // profile.attention_block
     if q.dtype == jnp.float32:
-        if sinks is not None:
-            raise NotImplementedError("attention on sm90 has sinks in bfloat16 alone")
+        if sinks is not None or softcap is not None:
+            raise NotImplementedError("attention on sm90 has sinks and soft caps in bfloat16 alone")
         return sm90_float32.attention(
             q, place, window=window, per_split=per_split, is_interpreted=is_interpreted
         )
@@ -124,8 +124,9 @@ def attention(
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
             has_sinks=sinks is not None,
         )  # fmt: skip
+        config = dataclasses.replace(config, softcap=softcap)
         return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
-    config = PrefillConfig(blocks_per_split=per_split)
+    config = PrefillConfig(blocks_per_split=per_split, softcap=softcap)
     return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 

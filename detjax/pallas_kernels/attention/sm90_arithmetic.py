@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import llvm
 from detjax.numerics import LOG2_E
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.hopper_sums import KEY_BLOCK
+from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
 from detjax.pallas_kernels.sm90_hardware import LANES
 
 BLOCK = KEY_BLOCK  # keys of one online-softmax step, and of one page
@@ -161,6 +161,13 @@ class AttentionArithmetic:
             return with_first_half(np.take(x.registers, [0], axis), x.layout, axis)
 
         return op(x)
+
+    def scaling(self, channels: int, softcap: float | None) -> tuple:
+        """What is done to products of queries and keys, and what multiplies the result for exp2."""
+        if softcap is None:
+            return (lambda scores: scores), score_scale(channels)
+        exponent, cap = score_cap_factors(channels, softcap)
+        return (lambda scores: self._of(scores.shape).soft_cap(scores, exponent, cap)), 1.0
 
     def softmax_step(self, scores, m, weight_sum, scale: float):
         """Fold one block's scores into the running (max, sum) of a split.

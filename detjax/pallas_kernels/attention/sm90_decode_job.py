@@ -24,7 +24,7 @@ WIDE_STAGES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+    """How the work is scheduled, and what decides bits: the last two.
 
     Attributes:
         stages: Pages of keys or values in flight, for each warpgroup that computes; 0 for those of
@@ -47,7 +47,8 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
-        blocks_per_split: Blocks of 128 keys in a split.
+        blocks_per_split: Blocks of 128 keys in a split; the profile's.
+        softcap: Of scores; the model's. Not of new tokens.
     """
 
     stages: int = 0
@@ -61,6 +62,7 @@ class DecodeConfig:
     keys_at_once: int = bits.BLOCK
     prefetched: int = 0
     blocks_per_split: int = 4
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,6 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Memory,
     Run,
 )
-from detjax.pallas_kernels.hopper_sums import score_scale
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
@@ -106,10 +105,11 @@ class Turn:
     def _softmax(self, j, scores, m, weight_sum, is_masked):
         """The new maximum and sum, what the output decays by, and the weights as an operand."""
         job, math = self.work.job, self.work.job.math
+        capped, scale = math.scaling(job.channels, job.config.softcap)
+        scores = capped(scores)
         if is_masked:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
-        scale = score_scale(job.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         return (
             m,

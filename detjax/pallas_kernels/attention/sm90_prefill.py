@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
@@ -27,7 +26,7 @@ RANK = "rank"  # of a CTA in its cluster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
-    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+    """How the work is scheduled, and what decides bits: the last two.
 
     Attributes:
         num_stages: Pages of keys, and of values, in flight; of wide heads two and one are.
@@ -35,7 +34,8 @@ class PrefillConfig:
         num_ctas: Most CTAs, or clusters; each then takes several tiles in turn. 0 for one a tile.
         cluster: CTAs of a cluster for wide heads, 1 or 2. They have the rows that two warpgroups
             have of other heads, and share the loads of pages.
-        blocks_per_split: Blocks of 128 keys in a split.
+        blocks_per_split: Blocks of 128 keys in a split; the profile's.
+        softcap: Of scores; the model's.
     """
 
     num_stages: int = 2
@@ -43,6 +43,7 @@ class PrefillConfig:
     num_ctas: int = 0
     cluster: int = 1
     blocks_per_split: int = 4
+    softcap: float | None = None
 
 
 def tile_shape(query_len: int, group: int) -> tuple[int, int]:
@@ -430,6 +431,8 @@ class _Tile:
         step = self.step(j)
         scores, outer = self.scores(j, step, state, outer)
         cta.keys.release(step)
+        capped, scale = math.scaling(cta.plan.channels, cta.plan.config.softcap)
+        scores = capped(scores)
         if is_masked:
             scores = math.mask(scores, self.row_pos, j * bits.BLOCK, cta.plan.window)
         out, m, weight_sum = state
@@ -437,7 +440,6 @@ class _Tile:
         starts = lax.rem(j, per_split) == 0
         m = math.choose(starts, math.full((bits.ROWS,), bits.EMPTY_MAX), m)
         weight_sum = math.choose(starts, math.full((bits.ROWS,), 0.0), weight_sum)
-        scale = score_scale(cta.plan.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         weights_smem = cta.shared.weights.at[cta.wg] if cta.plan.is_interpreted else None
         weights = bits.operand(weights, cta.plan.dtype, weights_smem)
