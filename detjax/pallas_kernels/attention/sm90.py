@@ -321,8 +321,8 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
         config.cluster or config.scores_ahead or config.whole_sequences or config.num_compute > 1
     ):
         raise ValueError(
-            f"heads of {job.channels=} are computed by splits, one warpgroup a CTA, no scores ahead, "
-            f"and merged by a second kernel: {config=}"
+            f"heads of {job.channels=} are computed by splits, one warpgroup a CTA, with no scores "
+            f"ahead, and merged by a second kernel: {config=}"
         )
     has_turns = not config.cluster and (job.new_token is not None or not config.whole_sequences)
     if config.num_compute > 1 and not has_turns:

@@ -334,9 +334,7 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
         kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), job.dtype)
     weights = plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), job.dtype)
     ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
-    of_queries, of_ring = (
-        plgpu.Barrier(num_barriers=n) for n in (job.query_slots, num_slots)
-    )
+    of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (job.query_slots, num_slots))
     weights = weights if job.is_interpreted else None
     return _Shared(
         RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept),

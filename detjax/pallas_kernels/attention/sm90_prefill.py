@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of many query rows over the paged cache: two compute warpgroups and one that loads.
 
-A computing warpgroup has 64 rows of queries. Of heads of more than 128 channels two share them: each
-computes all scores and has half of the channels of the output, as no warpgroup has registers for
-all of them. Two CTAs with neighbouring rows may then be a cluster, and load each page once.
+A computing warpgroup has 64 rows of queries. Of heads of more than 128 channels two share them:
+each computes all scores and has half of the channels of the output, as no warpgroup has registers
+for all of them. Two CTAs with neighbouring rows may then be a cluster, and load each page once.
 """
 
 import functools

@@ -13,6 +13,4 @@ def softcap(logits, *, cap: float) -> jax.Array:
     """See `api.softcap`."""
     exponent, largest = cap_factors(cap)
     shape = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
-    return call(
-        "softcap", shape, logits, exponent=np.float32(exponent), cap=np.float32(largest)
-    )
+    return call("softcap", shape, logits, exponent=np.float32(exponent), cap=np.float32(largest))
