@@ -850,6 +850,18 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     assert why and "could not compile the reference kernels" in why
 
 
+def test_compiling_is_said_and_happens_once(monkeypatch, tmp_path, caplog):
+    """It takes a while in which nothing else is seen to happen."""
+    commands: list[list[str]] = []
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(reference_library, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(reference_library, "_output_of", lambda c: commands.append([*c]) or "12.2")
+    assert reference_library._compiled() == reference_library._compiled()
+    assert [command[1] for command in commands] == ["--version", "-std=c++17", "--version"]
+    (said,) = caplog.messages
+    assert "compiling the reference kernels for this machine, once: some 20 s" in said
+
+
 BROKEN_TABLES = """
 from detjax.pallas_kernels import reference_library
 def broken():
