@@ -567,7 +567,7 @@ def _linear_attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
 
 def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     """Experts of 8 bits: of integers, of float8 with scales of channels and of blocks."""
-    width, hidden, num_experts, top_k = 512, 256, 16, 4
+    width, hidden, num_experts, top_k = 512, 512, 16, 4
 
     def matrices(kind: str, num_rows: int, k_len: int) -> W8A8Matrix:
         values = rng.standard_normal((num_experts, num_rows, k_len)) * k_len**-0.5
@@ -733,7 +733,7 @@ _DENSE = {
 }  # fmt: skip
 _MIXTURE = _DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64,
-    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
