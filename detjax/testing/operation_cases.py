@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -614,6 +615,36 @@ def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     yield "softcap", lambda on: (softcap(logits, cap=30.0, backend=on),)
 
 
+def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Experts of 8 bits: of integers, of float8 with scales of channels and of blocks."""
+    width, hidden, num_experts, top_k = 512, 512, 16, 4
+
+    def matrices(kind: str, num_rows: int, k_len: int) -> W8A8Matrix:
+        values = rng.standard_normal((num_experts, num_rows, k_len)) * k_len**-0.5
+        if kind == "int8":
+            codes = jnp.asarray((values * 2000).clip(-127, 127).astype(np.int8))
+        else:
+            codes = jnp.asarray((values * 2000).clip(-448, 448), jnp.float8_e4m3fn)
+        of_blocks = (num_rows // 128, k_len // 128) if kind == "blocks" else (num_rows,)
+        scales = rng.uniform(0.5, 2, (num_experts, *of_blocks)) / 2000
+        return W8A8Matrix(values=codes, scales=jnp.asarray(scales, jnp.float32))
+
+    for kind in ("int8", "float8", "blocks"):
+        experts = ExpertWeights(matrices(kind, 2 * hidden, width), matrices(kind, width, hidden))
+        for m in (1, 9, 200):
+            x = jnp.asarray(rng.standard_normal((m, width)), jnp.bfloat16)
+            ids = jnp.asarray([rng.permutation(num_experts)[:top_k] for _ in range(m)], jnp.int32)
+
+            def run(on: Backend, *, x=x, ids=ids, experts=experts) -> tuple:
+                half = jax.tree.map(lambda w: w[4:12], experts)
+                return (
+                    moe.expert_mlp(x, ids, experts, first_expert=0, backend=on),
+                    moe.expert_mlp(x, ids, half, first_expert=4, num_ranks=2, backend=on),
+                )
+
+            yield f"experts of {kind} {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
     return dict(
@@ -632,7 +663,8 @@ def operation_cases() -> dict[str, Run]:
             *_eight_bit_scale_cases(np.random.default_rng(11)),
             *_family_row_cases(np.random.default_rng(12)),
             *_linear_attention_cases(np.random.default_rng(13)),
-            *_wide_head_cases(np.random.default_rng(14)),
+            *_wide_head_cases(np.random.default_rng(15)),
+            *_eight_bit_expert_cases(np.random.default_rng(14)),
         ]
     )
 
@@ -694,10 +726,11 @@ def answer_cases() -> dict[str, AnswerCase]:
     cases = {"bundled": AnswerCase(make=_bundled, requests=requests), **cases}
     cases["adapters"] = _adapted_case(configs["head 128, biases, window"])
     for scheme in ("int8-w8a8", "fp8-dynamic", "fp8-block"):
-        cases[f"w8a8 {scheme}"] = AnswerCase(
-            make=functools.partial(_eight_bit_model, scheme),
-            requests=mixed_requests(8, vocab_size=256, max_tokens=24),
-        )
+        for name, config in (("w8a8", _DENSE), ("w8a8 experts", _MIXTURE)):
+            cases[f"{name} {scheme}"] = AnswerCase(
+                make=functools.partial(_eight_bit_model, scheme, config),
+                requests=mixed_requests(8, vocab_size=256, max_tokens=24),
+            )
     return cases
 
 
@@ -742,15 +775,22 @@ def _adapted_case(config: ModelConfig) -> AnswerCase:
     )
 
 
-def _eight_bit_model(scheme: str, backend: Backend) -> LoadedModel:
+_DENSE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+_MIXTURE = _DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64,
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def _eight_bit_model(scheme: str, config: dict[str, Any], backend: Backend) -> LoadedModel:
     """A model whose weights and activations have 8 bits, read from a folder that is made here."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         plain = write_model_folder(Path(folder) / "plain", config, scale=0.06)
         made = Path(folder) / "quantised"
