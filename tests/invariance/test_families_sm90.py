@@ -23,8 +23,9 @@ from detjax.engine.running.device_arrays import empty_pages
 from detjax.models import abstract
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
-from detjax.models.hf_config import load_config
+from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import LoadedModel
+from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
@@ -114,6 +115,29 @@ def test_what_the_kernels_lack_is_named(case, keys, says):
     config = dataclasses.replace(config_of(case), **keys)
     reason = why_unsupported(config, NumericsProfile(), Backend.SM90, 1)
     assert reason is not None and says in reason.replace("(", "").replace(")", "."), reason
+
+
+@pytest.mark.parametrize(("num_value_heads", "rows"), [(16, 8256), (32, 12352), (48, 16512)])
+def test_projections_of_any_published_number_of_heads_are_whole_blocks(num_value_heads, rows):
+    """Zeros stand behind b and a of 16 and 48 heads of values, as of Qwen3.5 0.8B and 27B."""
+    config = config_from_hf(
+        {
+            "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4,
+            "linear_num_value_heads": num_value_heads,
+        }
+    )  # fmt: skip
+    spec = param_specs(config, tp=1, vocab_block=128)["layers"][0]["linear_in"]
+    assert spec.shape[0] == rows
+    assert sum(spec.tensors[-1].hf_shape[:1]) == num_value_heads
+    assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 1) is None
+
+
+def test_ranks_of_linear_attention_are_withheld():
+    """Their products are whole blocks, but no run on several GPUs has shown their bits."""
+    config = config_of("qwen3_5_wide")
+    reason = why_unsupported(config, NumericsProfile(), Backend.SM90, 2)
+    assert reason is not None and "no run on several GPUs" in reason
+    assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 2) is None
 
 
 @pytest.mark.gpu
