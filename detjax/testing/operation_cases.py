@@ -592,13 +592,14 @@ def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             qkv = bf16(2 * query_len, heads + 2 * kv_heads, channels, scale=2.0)
             sinks = bf16(heads, scale=3.0)
 
-            def run(on, q=q, qkv=qkv, cos=cos, sin=sin, positions=positions, pages=pages,
-                    table=table, gains=gains, shape=shape, sinks=sinks, cap=cap):  # fmt: skip
-                place = CachePlace(pages, table, positions, layer=1)
-                rotation, options = Rotation(cos, sin, gains), {"eps": EPS, "backend": on}
+            place = CachePlace(pages, table, positions, layer=1)
+
+            def run(on, q=q, qkv=qkv, angles=(cos, sin), gains=gains, place=place, shape=shape,
+                    sinks=sinks, cap=cap):  # fmt: skip
+                rotation, options = Rotation(*angles, gains), {"eps": EPS, "backend": on}
                 out, written = rope_attention(qkv, rotation, place, **shape, **options)
                 plain, _ = rope_attention(
-                    qkv, Rotation(cos, sin), place, sinks=sinks, **shape, **options
+                    qkv, Rotation(*angles), place, sinks=sinks, **shape, **options
                 )
                 shape = shape | {"softcap": cap, "backend": on}
                 return (
