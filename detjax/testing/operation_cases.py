@@ -79,7 +79,7 @@ EPS = 1e-5
 Run = Callable[[Backend], tuple]
 
 
-def _product_cases() -> Iterator[tuple[str, Run]]:
+def _product_cases(_: np.random.Generator) -> Iterator[tuple[str, Run]]:
     shapes = [(kind, 64, 256, 64) for kind in PRODUCT_KINDS]
     shapes += [(kind, 64, 1024, 256) for kind in PRODUCT_KINDS[:-1]]  # 2**20 steps each
     shapes += [("normal", 3, 64, 128), ("normal", 200, 576, 192), ("wide", 16, 4096, 64)]
@@ -646,28 +646,29 @@ def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
             yield f"experts of {kind} {m}x{width}x{hidden}, {top_k} of {num_experts}", run
 
 
+_GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]], int], ...] = (
+    (_family_row_cases, 12), (_eight_bit_scale_cases, 11), (_linear_attention_cases, 13),
+    (_sink_cases, 8), (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4), (_clamped_expert_cases, 9),
+    (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
+    (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),
+)  # fmt: skip
+"""Makers of cases and the seeds of their numbers; those that draw more are later."""
+
+
+@functools.cache
+def _group(index: int) -> dict[str, Run]:
+    make, seed = _GROUPS[index]
+    return dict(make(np.random.default_rng(seed)))
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
-    return dict(
-        [
-            *_product_cases(),
-            *_layer_cases(np.random.default_rng(1)),
-            *_row_cases(np.random.default_rng(2)),
-            *_attention_cases(np.random.default_rng(3)),
-            *_choice_cases(np.random.default_rng(4)),
-            *_expert_cases(np.random.default_rng(5)),
-            *_eight_bit_cases(np.random.default_rng(6)),
-            *_float32_cases(np.random.default_rng(7)),
-            *_sink_cases(np.random.default_rng(8)),
-            *_clamped_expert_cases(np.random.default_rng(9)),
-            *_adapter_cases(np.random.default_rng(10)),
-            *_eight_bit_scale_cases(np.random.default_rng(11)),
-            *_family_row_cases(np.random.default_rng(12)),
-            *_linear_attention_cases(np.random.default_rng(13)),
-            *_wide_head_cases(np.random.default_rng(15)),
-            *_eight_bit_expert_cases(np.random.default_rng(14)),
-        ]
-    )
+    return {name: run for i in range(len(_GROUPS)) for name, run in _group(i).items()}
+
+
+def operation_case(name: str) -> Run:
+    """Return one of `operation_cases`, and draw no more numbers than it takes to find it."""
+    return next(_group(i)[name] for i in range(len(_GROUPS)) if name in _group(i))
 
 
 def _bundled(backend: Backend) -> LoadedModel:

@@ -25,7 +25,7 @@ from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
-from detjax.testing.operation_cases import digest_of, operation_cases
+from detjax.testing.operation_cases import digest_of, operation_case
 from detjax.testing.shapes import LAYOUTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -742,7 +742,7 @@ WIDE_BITS = json.loads((GOLDEN / "wide_heads_bits.json").read_text())["cases"]
 @pytest.mark.parametrize("name", WIDE_BITS)
 def test_wide_heads_and_soft_caps_have_the_bits_of_the_reference(name):
     """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
-    found = operation_cases()[name](Backend.SM90)
+    found = operation_case(name)(Backend.SM90)
     assert digest_of(found) == WIDE_BITS[name], [np.asarray(x).ravel()[:4] for x in found]
 
 

@@ -48,6 +48,7 @@ from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+from detjax.testing.cases import quick_and_slow
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 INT8, FLOAT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
@@ -447,7 +448,7 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtyp
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("width", [512, 768, 3072])
+@pytest.mark.parametrize("width", quick_and_slow([768], [512, 3072]))
 def test_quantising_in_interpret_mode(width, dtype):
     rows = drawn_rows(3, width)
     values, scales = by_numpy(rows, dtype)
