@@ -648,7 +648,8 @@ def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
 
 _GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]], int], ...] = (
     (_family_row_cases, 12), (_eight_bit_scale_cases, 11), (_linear_attention_cases, 13),
-    (_sink_cases, 8), (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4), (_clamped_expert_cases, 9),
+    (_sink_cases, 8), (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4),
+    (_clamped_expert_cases, 9),
     (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
     (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),
 )  # fmt: skip
