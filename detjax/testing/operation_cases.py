@@ -596,10 +596,11 @@ def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             def run(on, q=q, qkv=qkv, angles=(cos, sin), gains=gains, place=place, shape=shape,
                     sinks=sinks, cap=cap):  # fmt: skip
-                rotation, options = Rotation(*angles, gains), {"eps": EPS, "backend": on}
+                (cos, sin), options = angles, {"eps": EPS, "backend": on}
+                rotation = Rotation(cos, sin, gains)
                 out, written = rope_attention(qkv, rotation, place, **shape, **options)
                 plain, _ = rope_attention(
-                    qkv, Rotation(*angles), place, sinks=sinks, **shape, **options
+                    qkv, Rotation(cos, sin), place, sinks=sinks, **shape, **options
                 )
                 shape = shape | {"softcap": cap, "backend": on}
                 return (

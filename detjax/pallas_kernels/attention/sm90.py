@@ -26,7 +26,7 @@ from detjax.pallas_kernels.attention.sm90_decode_listed import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, attend_spread
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
-from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill, tile_shape
+from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
@@ -65,8 +65,6 @@ DECODE_WARPGROUPS = 2
 
 256 sequences of 576 keys: 152 us a layer, 176 with one (8 kv heads).
 """
-WIDE_CLUSTER = 2
-"""CTAs with neighbouring rows that share loads of pages in prefill of wide heads; 1 or 2."""
 KEYS_AT_ONCE = 32
 """Load a sequence's last page up to a multiple of so many keys; 128 loads all of it."""
 
@@ -128,9 +126,7 @@ def attention(
         )  # fmt: skip
         config = dataclasses.replace(config, softcap=softcap)
         return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
-    is_wide, (tokens, _) = q.shape[3] > bits.SPAN_CHANNELS, tile_shape(q.shape[1], group)
-    cluster = WIDE_CLUSTER if is_wide and q.shape[1] > tokens else 1
-    config = PrefillConfig(blocks_per_split=per_split, softcap=softcap, cluster=cluster)
+    config = PrefillConfig(blocks_per_split=per_split, softcap=softcap)
     return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 

@@ -3,7 +3,7 @@
 
 A computing warpgroup has 64 rows of queries. Of heads of more than 128 channels two share them:
 each computes all scores and has half of the channels of the output, as no warpgroup has registers
-for all of them. Two CTAs with neighbouring rows may then be a cluster, and load each page once.
+for all of them.
 """
 
 import functools
@@ -21,7 +21,6 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
-RANK = "rank"  # of a CTA in its cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +30,7 @@ class PrefillConfig:
     Attributes:
         num_stages: Pages of keys, and of values, in flight; of wide heads two and one are.
         query_buffers: Query tiles in shared memory; 2 lets the next one load during this one.
-        num_ctas: Most CTAs, or clusters; each then takes several tiles in turn. 0 for one a tile.
-        cluster: CTAs of a cluster for wide heads, 1 or 2. They have the rows that two warpgroups
-            have of other heads, and share the loads of pages.
+        num_ctas: Most CTAs; each then takes several tiles in turn. 0 for a CTA a tile.
         blocks_per_split: Blocks of 128 keys in a split; the profile's.
         softcap: Of scores; the model's.
     """
@@ -41,7 +38,6 @@ class PrefillConfig:
     num_stages: int = 2
     query_buffers: int = 1
     num_ctas: int = 0
-    cluster: int = 1
     blocks_per_split: int = 4
     softcap: float | None = None
 
@@ -126,7 +122,7 @@ class _Plan:
         channels: Of a head.
         tokens: In the 64 rows of a warpgroup.
         heads: In those rows.
-        tiles: Of a sequence and `heads` heads; a tile is what a CTA, or a cluster, takes at once.
+        tiles: Of a sequence and `heads` heads.
         num_pages: Of a layer of the cache.
         window: How many tokens back a query sees, or None.
         dtype: Of queries, keys, values and output.
@@ -153,14 +149,9 @@ class _Plan:
         return self.channels > bits.SPAN_CHANNELS
 
     @property
-    def own_rows(self) -> int:
-        """Sets of 64 rows of a CTA."""
-        return 1 if self.is_wide else WARPGROUPS
-
-    @property
     def parts(self) -> int:
         """Sets of 64 rows of a tile."""
-        return self.own_rows * self.config.cluster
+        return 1 if self.is_wide else WARPGROUPS
 
     @property
     def out_channels(self) -> int:
@@ -184,7 +175,7 @@ class _Plan:
 
     @property
     def num_ctas(self) -> int:
-        """CTAs, or clusters, each with one tile or several in turn."""
+        """CTAs, each with one tile or several in turn."""
         return min(self.config.num_ctas or self.num_items, self.num_items)
 
     @property
@@ -234,8 +225,8 @@ class _Cta:
         return Ring(full=shared.v_filled, empty=shared.v_free, num_slots=num_slots)
 
     @property
-    def own(self):
-        """Which of the CTA's sets of rows this warpgroup has."""
+    def part(self):
+        """Which of the tile's sets of rows this warpgroup has."""
         return 0 if self.plan.is_wide else self.wg
 
     @property
@@ -243,10 +234,6 @@ class _Cta:
         """Which channels of the output this warpgroup has."""
         first = self.wg * self.plan.out_channels if self.plan.is_wide else 0
         return pl.ds(first, self.plan.out_channels)
-
-    def part(self, own):
-        """Which of the tile's sets of rows is the CTA's `own`-th."""
-        return own + lax.axis_index(RANK) if self.plan.config.cluster > 1 else own
 
     def run(self) -> None:
         """All warpgroups; which one it is decides what it does."""
@@ -294,30 +281,26 @@ class _Cta:
         def _q_is_free():
             plgpu.barrier_wait(shared.q_free.at[buffer])
 
-        for w in range(plan.own_rows):
-            first_token = (tile * plan.parts + self.part(w)) * plan.tokens
+        for w in range(plan.parts):
+            first_token = (tile * plan.parts + w) * plan.tokens
             for h in range(plan.heads):
                 head = head_group * plan.heads + h
                 plgpu.copy_gmem_to_smem(
                     self.arrays.q.at[seq, pl.ds(first_token, plan.tokens), head],
                     shared.q.at[buffer, w, pl.ds(h * plan.tokens, plan.tokens)],
-                    shared.q_filled.at[buffer * plan.own_rows + w],
+                    shared.q_filled.at[buffer * plan.parts + w],
                 )
 
     def load_page(self, step, first_page, seq, j, kv_head) -> None:
         """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
         plan, shared = self.plan, self.shared
         page = first_page + self.arrays.table[seq, j]
-        # Interpretation knows no loads of several CTAs.
-        is_shared = plan.config.cluster > 1 and not plan.is_interpreted
-        shared_by = RANK if is_shared else None
         for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
             slot = ring.claim(step)
             plgpu.copy_gmem_to_smem(
                 self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
                 smem.at[slot],
                 ring.full.at[slot],
-                collective_axes=shared_by,
             )
 
     # -------------------------------------------------------------- the warpgroups that compute
@@ -333,15 +316,14 @@ class _Cta:
         """The tile of a turn; `base` blocks came before it, and so many have come after it."""
         plan, shared, math = self.plan, self.shared, self.plan.math
         tile, seq, head_group = plan.locate(turn)
-        part = self.part(self.own)
-        first_token = (tile * plan.parts + part) * plan.tokens
+        first_token = (tile * plan.parts + self.part) * plan.tokens
         limits = tuple(self.arrays.limits[seq, tile, i] for i in range(5))
         row_pos = plgpu.load(
-            self.arrays.positions.at[seq, tile, part], layout=math.row_layout, optimized=False
+            self.arrays.positions.at[seq, tile, self.part], layout=math.row_layout, optimized=False
         )
         buffer = lax.rem(turn, jnp.int32(plan.config.query_buffers))
-        query = shared.q.at[buffer, self.own]
-        plgpu.barrier_wait(shared.q_filled.at[buffer * plan.own_rows + self.own])
+        query = shared.q.at[buffer, self.part]
+        plgpu.barrier_wait(shared.q_filled.at[buffer * plan.parts + self.part])
         out, m, weight_sum = _Tile(
             cta=self, base=base, limits=limits, row_pos=row_pos, query=query
         ).attend()
@@ -496,14 +478,11 @@ def _shared_types(plan: _Plan) -> _Shared:
         return plgpu.SMEM(shape, plan.dtype, transforms=swizzled)
 
     def freed(num_slots: int):
-        barriers = {"num_arrivals": WARPGROUPS, "num_barriers": num_slots}
-        if config.cluster > 1:
-            return plgpu.ClusterBarrier(collective_axes=(RANK,), **barriers)
-        return plgpu.Barrier(**barriers)
+        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=num_slots)
 
     buffers, (of_keys, of_values) = config.query_buffers, plan.stages
     weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
-    q = plgpu.SMEM((buffers, plan.own_rows, *rows_shape), plan.dtype, transforms=swizzled)
+    q = plgpu.SMEM((buffers, plan.parts, *rows_shape), plan.dtype, transforms=swizzled)
     if plan.is_wide:
         kept = (buffers, WARPGROUPS, bits.ROWS, plan.out_channels)
         q = plgpu.RefUnion(q, plgpu.SMEM(kept, plan.dtype, transforms=swizzled))
@@ -513,7 +492,7 @@ def _shared_types(plan: _Plan) -> _Shared:
         k=pages(of_keys),
         v=pages(of_values),
         weights=weights if plan.is_interpreted else None,
-        q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=plan.own_rows * buffers),
+        q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=plan.parts * buffers),
         k_filled=plgpu.Barrier(num_barriers=of_keys),
         v_filled=plgpu.Barrier(num_barriers=of_values),
         q_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=buffers),
@@ -538,10 +517,7 @@ def prefill(
         q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
         positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     is_wide = channels > bits.SPAN_CHANNELS
-    if config.cluster > (2 if is_wide else 1):
-        raise ValueError(f"{config.cluster=} must be 1, or at most 2 of wide heads: {channels=}")
-    parts = config.cluster * (1 if is_wide else WARPGROUPS)
-    row_positions = _tile_positions(positions, tokens, heads, parts)
+    row_positions = _tile_positions(positions, tokens, heads, 1 if is_wide else WARPGROUPS)
     limits = _tile_limits(row_positions, window)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(-1, heads), tokens, axis=1)
@@ -566,8 +542,6 @@ def prefill(
         scratch_types=[_shared_types(plan)],
         grid=(plan.num_ctas,),
         grid_names=("cta",),
-        cluster=(config.cluster,) if config.cluster > 1 else (),
-        cluster_names=(RANK,) if config.cluster > 1 else (),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         kernel_name="attention_prefill_sm90",
