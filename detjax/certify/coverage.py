@@ -50,8 +50,8 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     **{
         (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
         for name in (
-            "exaone4", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "seed_oss",
-            "smollm3",
+            "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "olmo2", "olmo3",
+            "phi3", "qwen3_5_text", "seed_oss", "smollm3",
         )
     },
 }  # fmt: skip
