@@ -578,9 +578,8 @@ def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     ):  # fmt: skip
         pages = bf16(2, 12, 2, kv_heads, 128, channels)
         table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
-        gains = tuple(
-            jnp.asarray(rng.uniform(0.5, 2, channels).astype(np.float32)) for _ in range(2)
-        )
+        gains = jnp.asarray(rng.uniform(0.5, 2, (2, channels)).astype(np.float32))
+        gains = gains[0], gains[1]
         shape = {"window": window, "profile": PROFILE}
         for query_len, starts in ((1, (700, 64)), (5, (509, 0)), (140, (520, 450))):
             positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
@@ -594,13 +593,14 @@ def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
             place = CachePlace(pages, table, positions, layer=1)
 
-            def run(on, q=q, qkv=qkv, angles=(cos, sin), gains=gains, place=place, shape=shape,
-                    sinks=sinks, cap=cap):  # fmt: skip
-                (cos, sin), options = angles, {"eps": EPS, "backend": on}
-                rotation = Rotation(cos, sin, gains)
+            rotation = Rotation(cos, sin, gains)
+
+            def run(on, q=q, qkv=qkv, rotation=rotation, place=place, shape=shape, sinks=sinks,
+                    cap=cap):  # fmt: skip
+                options = {"eps": EPS, "backend": on}
                 out, written = rope_attention(qkv, rotation, place, **shape, **options)
                 plain, _ = rope_attention(
-                    qkv, Rotation(cos, sin), place, sinks=sinks, **shape, **options
+                    qkv, rotation._replace(gains=None), place, sinks=sinks, **shape, **options
                 )
                 shape = shape | {"softcap": cap, "backend": on}
                 return (

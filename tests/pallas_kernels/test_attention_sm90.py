@@ -703,7 +703,10 @@ def test_new_tokens_of_wide_heads_are_bitwise_schedule_invariant(group, with_nor
     contexts = [1, 127, 128, 129, 0, 511, 512, 513, 1100, 1500]
     case = new_tokens(contexts, kv_heads=3, group=group, channels=256, with_norm=with_norm)
     expected = case.apart()
-    for options in ({}, {"keys_at_once": 32}, {"num_ctas": 5}, {"num_ctas": 1, "stages": 2}):
+    ways: tuple[dict[str, Any], ...] = (
+        {}, {"keys_at_once": 32}, {"num_ctas": 5}, {"num_ctas": 1, "stages": 2},
+    )  # fmt: skip
+    for options in ways:
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
     other = case.apart(blocks_per_split=2)
     assert count_different_bits(other[0], expected[0]) > 0  # control

@@ -293,7 +293,7 @@ def product(a, b, shape):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
-def scores_during(q, keys, meanwhile):
+def scores_during(arithmetic: AttentionArithmetic, q, keys, meanwhile):
     """The scores of a block, [ROWS, BLOCK], and what `meanwhile` gives.
 
     The tensor core may work while that runs.
@@ -301,10 +301,12 @@ def scores_during(q, keys, meanwhile):
 
     def issue(acc):
         multiply_keys(acc, q, keys)
-        result = meanwhile()
+        # Interpreted it may give a reference, which must not leave this scope.
+        result = None if arithmetic.is_interpreted else meanwhile()
         return acc[...], result
 
-    return pl.run_scoped(issue, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    scores, result = pl.run_scoped(issue, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    return scores, meanwhile() if arithmetic.is_interpreted else result
 
 
 def chained_product(

@@ -98,7 +98,9 @@ class Turn:
         plgpu.barrier_wait(memory.barriers.filled.at[slot])
         if may_be_new:
             self._put_new(j, 0, memory.slots.ring.at[slot])
-        scores, result = bits.scores_during(self.q, memory.slots.ring.at[slot], meanwhile)
+        scores, result = bits.scores_during(
+            self.work.job.math, self.q, memory.slots.ring.at[slot], meanwhile
+        )
         plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return scores, result
 
