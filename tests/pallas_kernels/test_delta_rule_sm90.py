@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from detjax.testing.operation_cases import digest_of, operation_case
 
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule import portable, sm90
@@ -23,6 +22,7 @@ from detjax.testing.bitwise import (
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.operation_cases import digest_of, operation_case
 
 PAGE, BLOCK, WIDTH = 128, 64, 4
 HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())[
