@@ -206,7 +206,7 @@ def one_cta(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("width", [512, 4096, 14336])
+@pytest.mark.parametrize("width", quick_and_slow([512, 4096], [14336]))
 def test_rows_are_quantised_as_the_definition_says(backend, dtype, width):
     rows = drawn_rows(19, width)
     values, scales = by_numpy(rows, dtype)
@@ -288,7 +288,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend, d
         pytest.param(Backend.SM90, BLOCKS, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("num_rows", [1, 9, 65])
+@pytest.mark.parametrize("num_rows", quick_and_slow([9], [1, 65]))
 def test_a_product_is_what_the_definition_says(backend, dtype, num_rows):
     rows, w = drawn_rows(num_rows, 1024), drawn_weights((192, 1024), dtype)
     want = product_by_numpy(rows, w)
