@@ -79,14 +79,9 @@ def _config(*, qk_norm: bool = False, qkv_bias: bool = False, **sizes) -> ModelC
     )
 
 
-def _gpt_oss(*, num_experts: int, num_layers: int) -> ModelConfig:
-    """As the family's defaults have it, and no end: a step is any step."""
-    config = config_from_hf(
-        {
-            "architectures": ["GptOssForCausalLM"], "num_local_experts": num_experts,
-            "num_hidden_layers": num_layers,
-        }
-    )  # fmt: skip
+def _published(architecture: str, **values) -> ModelConfig:
+    """The family's defaults but for these keys of `config.json`, and no end: a step is any step."""
+    config = config_from_hf({"architectures": [architecture], **values})
     return dataclasses.replace(config, max_position_embeddings=8192, eos_token_ids=())
 
 
@@ -133,7 +128,22 @@ MODELS = {
     "qwen35_35b_dense": _hybrid(
         hidden_size=2048, intermediate_size=4608, num_layers=40, num_kv_heads=4
     ),
-    "gpt_oss_20b": _gpt_oss(num_experts=32, num_layers=24),
+    "qwen35_4b_published": _published(
+        "Qwen3_5ForCausalLM", hidden_size=2560, intermediate_size=9216, num_hidden_layers=32,
+        tie_word_embeddings=True,
+    ),
+    "gemma3_4b": _published(
+        "Gemma3ForCausalLM", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024,
+        query_pre_attn_scalar=256,
+    ),
+    "gemma2_2b": _published(
+        "Gemma2ForCausalLM", hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256,
+    ),
+    "gpt_oss_20b": _published(
+        "GptOssForCausalLM", num_local_experts=32, num_hidden_layers=24
+    ),
     # What `tools/train_tiny.py` trains.
     "novels_130m": _config(
         vocab_size=4096, hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=4,

@@ -24,7 +24,7 @@ from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.sampling import noise
 from detjax.pallas_kernels.sampling.api import stats_and_choice
 from detjax.pallas_kernels.swiglu.api import swiglu
-from detjax.testing.shapes import LAYOUTS, LINEAR_SHAPES, MOE_SHAPES
+from detjax.testing.shapes import LAYOUTS, LINEAR_SHAPES, MOE_SHAPES, HeadLayout
 
 PROFILE, SM90, EPS = NumericsProfile(), Backend.SM90, 1e-5
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -45,6 +45,8 @@ L2_BYTES = 256 << 20
 """Weights in rotation take at least this much, so that each product reads them from memory."""
 
 LAYOUT, PAGE = LAYOUTS["llama3_8b"], PROFILE.attention_block
+WIDE_LAYOUT = LAYOUTS["gemma3_4b"]
+"""Heads of 256 channels."""
 EXPERTS = MOE_SHAPES[0]
 VOCAB, WIDTH, CHANNELS = 128256, 4096, 14336
 ROW_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -191,26 +193,28 @@ def _attend(q, pages, table, positions):
     return attention(q, place, window=None, profile=PROFILE, backend=SM90)
 
 
-def _paged_cache(batch: int, context: int) -> tuple[jax.Array, jax.Array]:
+def _paged_cache(batch: int, context: int, layout: HeadLayout) -> tuple[jax.Array, jax.Array]:
     """Random pages, in random order."""
-    shape = (1, batch * (context // PAGE), 2, LAYOUT.num_kv_heads, PAGE, LAYOUT.channels)
+    shape = (1, batch * (context // PAGE), 2, layout.num_kv_heads, PAGE, layout.channels)
     order = np.random.default_rng(0).permutation(shape[1]).astype(np.int32)
     return random_bf16(shape, 11), jnp.asarray(order.reshape(batch, -1))
 
 
 def _contiguous(q, pages, table, positions) -> Operands:
     """Keys and values of [B, S, K, C], and the lengths, for cuDNN."""
-    shape = (len(table), -1, LAYOUT.num_kv_heads, LAYOUT.channels)
+    shape = (len(table), -1, pages.shape[3], pages.shape[5])
     k, v = (jnp.swapaxes(pages[0, table, i], 2, 3).reshape(shape) for i in (0, 1))
     return q, k, v, positions[:, -1] + 1
 
 
-def prefill(counts: Sequence[int]) -> Iterator[Kernel]:
+def prefill(
+    counts: Sequence[int], layout: HeadLayout = LAYOUT, subject: str = "attention"
+) -> Iterator[Kernel]:
     """Causal attention of a whole prompt, against cuDNN on contiguous keys and values."""
 
     def draw(most):
-        q = random_bf16((1, most, LAYOUT.num_heads, LAYOUT.channels), 12)
-        return [(q, *_paged_cache(1, most), jnp.arange(most, dtype=jnp.int32)[None])]
+        q = random_bf16((1, most, layout.num_heads, layout.channels), 12)
+        return [(q, *_paged_cache(1, most, layout), jnp.arange(most, dtype=jnp.int32)[None])]
 
     def cudnn(q, k, v, lengths):
         return jax.nn.dot_product_attention(
@@ -218,22 +222,24 @@ def prefill(counts: Sequence[int]) -> Iterator[Kernel]:
         )
 
     yield Kernel(
-        subject="attention", facts=lambda m: {"case": "prefill", "tokens": m},
+        subject=subject, facts=lambda m: {"case": "prefill", "tokens": m},
         counts=[n for n in counts if n >= 2048], draw=draw, axes=(1, None, None, 1), run=_attend,
         out_axis=1, only="attention", rivals={"cudnn": Rival(run=cudnn, prepare=_contiguous)},
-        num_bytes=lambda m: 4.0 * m * LAYOUT.num_kv_heads * LAYOUT.channels,
-        num_flops=lambda m: 2.0 * LAYOUT.num_heads * LAYOUT.channels * m * (m + 1),
+        num_bytes=lambda m: 4.0 * m * layout.num_kv_heads * layout.channels,
+        num_flops=lambda m: 2.0 * layout.num_heads * layout.channels * m * (m + 1),
     )  # fmt: skip
 
 
-def decode(counts: Sequence[int]) -> Iterator[Kernel]:
+def decode(
+    counts: Sequence[int], layout: HeadLayout = LAYOUT, subject: str = "attention"
+) -> Iterator[Kernel]:
     """One new token a sequence, at contexts that real batches have."""
     for context, batches in ((1024, (1, 8, 64, 256)), (4096, (64,)), (32768, (1,))):
 
         def draw(most, context=context):
-            q = random_bf16((most, 1, LAYOUT.num_heads, LAYOUT.channels), 12)
+            q = random_bf16((most, 1, layout.num_heads, layout.channels), 12)
             positions = jnp.full((most, 1), context - 1, jnp.int32)
-            return [(q, *_paged_cache(most, context), positions)]
+            return [(q, *_paged_cache(most, context, layout), positions)]
 
         def cudnn(q, k, v, lengths):
             return jax.nn.dot_product_attention(
@@ -241,12 +247,12 @@ def decode(counts: Sequence[int]) -> Iterator[Kernel]:
             )
 
         yield Kernel(
-            subject="attention",
+            subject=subject,
             facts=lambda m, context=context: {"case": "decode", "batch": m, "tokens": context},
             counts=sorted(set(batches) & set(counts)), draw=draw, axes=(0, None, 0, 0),
             run=_attend, only="attention",
             rivals={"cudnn": Rival(run=cudnn, prepare=_contiguous)},
-            num_bytes=lambda m, n=context: 4.0 * m * n * LAYOUT.num_kv_heads * LAYOUT.channels,
+            num_bytes=lambda m, n=context: 4.0 * m * n * layout.num_kv_heads * layout.channels,
         )  # fmt: skip
 
 
@@ -392,4 +398,6 @@ def experts(counts: Sequence[int]) -> Iterator[Kernel]:
 SUBJECTS: dict[str, Callable[[Sequence[int]], Iterator[Kernel]]] = {
     "linear": products, "prefill": prefill, "decode": decode, "rows": row_operations,
     "choice": choices, "moe": experts, "float32": float32_products,
+    "prefill_256": functools.partial(prefill, layout=WIDE_LAYOUT, subject="attention_256"),
+    "decode_256": functools.partial(decode, layout=WIDE_LAYOUT, subject="attention_256"),
 }  # fmt: skip

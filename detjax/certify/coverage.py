@@ -8,7 +8,6 @@ from detjax.cli.options import DTYPES
 from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
-from detjax.models.family import Family
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
@@ -51,8 +50,8 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     **{
         (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
         for name in (
-            "exaone4", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "seed_oss",
-            "smollm3",
+            "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "olmo2", "olmo3",
+            "phi3", "qwen3_5_text", "seed_oss", "smollm3",
         )
     },
 }  # fmt: skip
@@ -72,27 +71,6 @@ REFUSED: dict[tuple[str, Backend], str] = {
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
-
-_SM90_WIDE_REFUSED = {
-    ("bfloat16", Backend.SM90): "attention on sm90 has (64, 96, 128) channels, not 256"
-}
-REFUSED_OF: dict[str, dict[tuple[str, Backend], str]] = {
-    "gemma2": {
-        **_SM90_WIDE_REFUSED,
-        ("bfloat16", Backend.REFERENCE): (
-            "attention of the reference backend has no soft cap on scores (softcap=50.0); use "
-            "portable"
-        ),
-    },
-    "gemma3_text": _SM90_WIDE_REFUSED,
-    "qwen3_5_text": _SM90_WIDE_REFUSED,
-}
-"""What a backend refuses beside that in the usual sizes of a family."""
-
-
-def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
-    """Return what backends refuse in a family, by dtype."""
-    return REFUSED | REFUSED_OF.get(family.name, {})
 
 
 def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
@@ -131,7 +109,7 @@ def coverage_map(
         return "proven here" if is_proven else "not proven"
 
     own = refusals(model.config, model.mesh.shape[TP_AXIS])
-    refused = {THIS: own} | {family.name: refused_in(family) for family in FAMILIES}
+    refused = {THIS: own} | {family.name: REFUSED for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [
         (name, dtype, backend.value, mode, state(name, dtype, backend, mode))

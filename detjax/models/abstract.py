@@ -51,6 +51,8 @@ def why_unsupported(
         return None
     if config.linear_attention is not None and KERNELS[backend].withheld_linear_attention:
         return KERNELS[backend].withheld_linear_attention
+    if config.linear_attention is not None and tp > 1 and KERNELS[backend].withheld_linear_ranks:
+        return KERNELS[backend].withheld_linear_ranks
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

@@ -37,15 +37,16 @@ def _by_key_head(sizes: LinearAttentionConfig, parts: list[jax.Array]) -> jax.Ar
     return jnp.concatenate(heads, axis=-1)
 
 
-def _split(sizes: LinearAttentionConfig, projected: Activation[Array, "M O"]) -> _Projected:
-    """Cut this rank's columns: all queries, keys, values, gates, b and a."""
-    a_head = 2 * sizes.key_dim + 2 * sizes.group * (sizes.value_dim + 1)
-    num_keys = projected.shape[1] // a_head
+def _split(
+    sizes: LinearAttentionConfig, projected: Activation[Array, "M O"], tp: int
+) -> _Projected:
+    """Cut this rank's columns: all queries, keys, values, gates, b and a, and padding."""
+    num_keys = sizes.num_key_heads // tp
     num_values = num_keys * sizes.group
     keys, values = num_keys * sizes.key_dim, num_values * sizes.value_dim
     widths = (keys, keys, values, values, num_values, num_values)
-    ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-    q, k, v, z, b, a = jnp.split(projected, ends, axis=1)
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    q, k, v, z, b, a, _ = jnp.split(projected, ends, axis=1)
     rows = _by_key_head(sizes, [q, k, v, b, a])
     padding = sizes.row_width - rows.shape[2]
     return _Projected(
@@ -84,7 +85,7 @@ def linear_attend(
     sizes, config = ctx.config.linear_attention, ctx.config
     assert sizes is not None  # whoever has such a layer
     ctx.taps.see("linear_in", projected, Share.COLUMNS)
-    rows, z = _split(sizes, projected)
+    rows, z = _split(sizes, projected, ctx.tp)
     gates = tuple(
         weights[name].reshape(rows.shape[1], sizes.group)
         for name in ("linear_decay", "linear_step")

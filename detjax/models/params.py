@@ -30,17 +30,19 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
   queries, of its keys or of its values, U its heads of values, and Y the convolution's width.
 
   ```
-  {"linear_in": [X + X + X + X + U + U, D],         # queries, keys, values, gates, b, a
+  {"linear_in": [X + X + X + X + U + Up, D],        # queries, keys, values, gates, b, a
    "conv_q": [X, 1, Y], "conv_k": [X, 1, Y], "conv_v": [X, 1, Y],
    "linear_decay": [U], "linear_step": [U], "linear_norm": [C], "linear_o": [D, X]}
   ```
 
 - The tensors of a checkpoint (`tensor_specs`), each on its own: "q", "k" and "v" in place of "qkv".
 
+"Up" of "linear_in" has rows of zeros up to whole blocks of a rank.
+
 `Ks` counts key/value slots: heads, some of them repeated so that every rank holds what its query
 heads read (`kv_layout`). `Vp` is the vocabulary, with rows of zeros up to whole blocks a rank. `Up`
-is the number of experts, with rows of zeros up to whole blocks of `ROUTER_BLOCK`. The logits of
-padding are never read.
+is the number of experts, with rows of zeros up to whole blocks of `PRODUCT_BLOCK`. What products
+with padding give is never read.
 
 Each output column of a linear layer has its own sum, so which matrix it stands in cannot change its
 bits. A rank's share is its rows of q, then of k, then of v (and of gate, then of up), so joining
@@ -145,8 +147,9 @@ ROWS, COLUMNS, WHOLE = Split
 EXPERT_NDIM = 3
 """Axes of the weights of a layer's experts: one more than a matrix."""
 
-ROUTER_BLOCK = 64
-"""Rows of a router as stored are whole blocks of this: Hopper's products compute no part of one."""
+PRODUCT_BLOCK = 64
+"""Rows of a router, and of a rank's "linear_in", as stored are whole blocks of this: Hopper's
+products compute no part of one."""
 
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
@@ -503,8 +506,8 @@ def padded_vocab_size(vocab_size: int, *, tp: int, vocab_block: int) -> int:
 
 
 def padded_router_size(num_experts: int) -> int:
-    """`Up`: the least multiple of `ROUTER_BLOCK` that holds the experts."""
-    return -(-num_experts // ROUTER_BLOCK) * ROUTER_BLOCK
+    """`Up`: the least multiple of `PRODUCT_BLOCK` that holds the experts."""
+    return -(-num_experts // PRODUCT_BLOCK) * PRODUCT_BLOCK
 
 
 def tensor_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
@@ -562,7 +565,7 @@ def num_params(config: ModelConfig) -> int:
     if config.tie_word_embeddings:
         del specs["lm_head"]
     leaves = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
-    return sum(math.prod(spec.shape) for spec in leaves)
+    return sum(math.prod(tensor.source_shape) for spec in leaves for tensor in spec.tensors)
 
 
 def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str, Any]:
@@ -575,7 +578,7 @@ def partition_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[s
 def _tensor_spec(
     config: ModelConfig, line: Param, tensor: Tensor, prefix: str, *, tp: int, vocab_block: int
 ) -> TensorSpec:
-    """One tensor: key/value heads by slots, vocabulary and router of a product padded."""
+    """One tensor: key/value heads by slots; vocabulary, router and "linear_in" padded."""
     sizes, axes = _sizes(config), tensor.axes.split()
     hf_shape = tuple(sizes[axis] for axis in axes)
     num_experts = sizes["U"] if "{}" in tensor.hf_name else 0
@@ -600,6 +603,10 @@ def _tensor_spec(
             RowRun(start=slot * head_dim, source=head * head_dim, num_rows=head_dim)
             for slot, head in enumerate(layout.heads)
         )
+    if tensor is _LINEAR_IN[-1]:
+        num_rows, runs = _filled_up(
+            sum(sizes[one.axes.split()[0]] for one in _LINEAR_IN), num_rows, tp
+        )
     is_tied = tensor.name == "lm_head" and config.ties_table
     hf_name = dict(tensor.other_names).get(config.family, tensor.hf_name)
     return TensorSpec(
@@ -616,6 +623,20 @@ def _tensor_spec(
     )
 
 
+def _filled_up(all_rows: int, num_rows: int, tp: int) -> tuple[int, tuple[RowRun, ...]]:
+    """Rows as stored of a parameter's last tensor, and where they come from.
+
+    Each rank's share of `all_rows` ends with zeros up to whole blocks of `PRODUCT_BLOCK`.
+    """
+    own = num_rows // tp
+    stored = own + -(all_rows // tp) % PRODUCT_BLOCK
+    if stored == own:
+        return num_rows, (RowRun(start=0, source=0, num_rows=num_rows),)
+    return tp * stored, tuple(
+        RowRun(start=rank * stored, source=rank * own, num_rows=own) for rank in range(tp)
+    )
+
+
 def _is_wide_gain(config: ModelConfig, name: str) -> bool:
     """Whether what is added to or multiplied with a gain would be rounded in bfloat16."""
     scale = config.logits_scale if name == "final_norm" else 1.0
@@ -623,7 +644,7 @@ def _is_wide_gain(config: ModelConfig, name: str) -> bool:
 
 
 def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
-    """Arrange a checkpoint's tensor as `spec` stores it: rows repeated, or followed by zeros.
+    """Arrange a checkpoint's tensor as `spec` stores it: rows repeated, or with zeros behind runs.
 
     Args:
         tensor: Of shape `spec.source_shape`, any dtype.
@@ -631,10 +652,14 @@ def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
     """
     if not spec.is_rearranged:
         return tensor
-    parts = [tensor[run.source : run.source + run.num_rows] for run in spec.runs]
-    num_zeros = spec.shape[0] - sum(run.num_rows for run in spec.runs)
-    zeros = jnp.zeros((num_zeros, *spec.shape[1:]), tensor.dtype)  # always the last rows
-    return jnp.concatenate([*parts, zeros])
+    parts = []
+    starts = [run.start for run in spec.runs]
+    for run, end in zip(spec.runs, [*starts[1:], spec.shape[0]], strict=True):
+        parts.append(tensor[run.source : run.source + run.num_rows])
+        num_zeros = end - run.start - run.num_rows
+        if num_zeros:
+            parts.append(jnp.zeros((num_zeros, *spec.shape[1:]), tensor.dtype))
+    return jnp.concatenate(parts)
 
 
 def checkpoint_rows(stored: jax.Array, spec: TensorSpec) -> jax.Array:

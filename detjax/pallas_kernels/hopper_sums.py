@@ -64,6 +64,20 @@ def score_scale(channels: int) -> float:
     return float(np.float32(LOG2_E * channels**-0.5))
 
 
+def cap_factors(cap: float, scale: float = 1.0) -> tuple[float, float]:
+    """A and B of a soft cap, `B * tanh(x * scale / cap)` with `B = cap`, in float32.
+
+    It is `fma(1 / (exp2(x * A) + 1), -2 B, B)`, as `tanh(y) = 1 - 2 / (exp(2 y) + 1)`.
+    """
+    return float(np.float32(2 * LOG2_E * scale / cap)), float(np.float32(cap))
+
+
+def score_cap_factors(channels: int, cap: float) -> tuple[float, float]:
+    """`cap_factors` of scores, of which exp2 is taken: B has the factor log2(e)."""
+    exponent, _ = cap_factors(cap, channels**-0.5)
+    return exponent, float(np.float32(cap * LOG2_E))
+
+
 def first_operand(first_token_id) -> jax.Array:
     """The token of the first column, as an operand."""
     return jnp.asarray(first_token_id, jnp.int32).reshape(1)

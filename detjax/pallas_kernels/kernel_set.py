@@ -31,6 +31,7 @@ class KernelSet(Protocol):
         adapted_dtypes: Of activations whose products may have adapters.
         withheld_linear_attention: Why models with layers of linear attention are refused; empty if
             they are not.
+        withheld_linear_ranks: The same of linear attention where ranks share a layer.
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
     """
 
@@ -40,6 +41,7 @@ class KernelSet(Protocol):
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
     withheld_linear_attention: str
+    withheld_linear_ranks: str
     withheld_head_ranks: str
 
     def why_not_here(self) -> str | None:

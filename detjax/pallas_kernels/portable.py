@@ -61,7 +61,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
 withheld_head_ranks = ""
-withheld_linear_attention = ""
+withheld_linear_attention = withheld_linear_ranks = ""
 
 
 def why_not_here() -> str | None:

@@ -61,7 +61,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_linear_attention = withheld_head_ranks = ""
+withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
 
 
 def why_not_here() -> str | None:

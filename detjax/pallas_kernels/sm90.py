@@ -65,6 +65,10 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = ""
+withheld_linear_ranks = (
+    "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs has "
+    "shown its bits; use tp=1, or the backend reference or portable"
+)
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"

@@ -97,6 +97,26 @@ class Arithmetic:
 
         return self.apply(emit, lambda s, m: jnp.exp2(s * scale + m), scores, negative_max)
 
+    def soft_cap(self, x, exponent: float, cap: float):
+        """`cap * tanh(...)`: see `hopper_sums.cap_factors`.
+
+        A rounded product, ex2.approx.ftz, a rounded sum, rcp.approx.ftz, one fma. Where exp2 is
+        infinite, the reciprocal is 0 and the result `cap`.
+        """
+
+        def emit(x):
+            number = functools.partial(mgpu.c, ty=x.type)
+            power = instruction("mul.rn.f32")(x, number(exponent))
+            power = instruction("ex2.approx.ftz.f32")(power)
+            share = instruction("add.rn.f32")(power, number(1.0))
+            share = instruction("rcp.approx.ftz.f32")(share)
+            return instruction("fma.rn.f32")(share, number(-2 * cap), number(cap))
+
+        def plain(x):
+            return cap - 2 * cap / (jnp.exp2(x * exponent) + 1.0)
+
+        return self.apply(emit, plain, x)
+
     def reciprocal_root(self, a):
         """`1 / sqrt(a)` by rsqrt.approx, within 2 ulp."""
         emit = lambda x: instruction("rsqrt.approx.f32")(x)  # noqa: E731

@@ -48,6 +48,7 @@ from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope, rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.sampling import api as sampling
+from detjax.pallas_kernels.softcap.api import softcap
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.adapters import random_adapter
@@ -565,6 +566,57 @@ def _linear_attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
         yield f"gated rms_norm {width}", run_norm
 
 
+def _wide_head_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Heads of 256 channels, and soft caps: decode, windows of drafts, and chunks."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for channels, heads, kv_heads, window, cap in (
+        (256, 8, 2, None, None), (256, 4, 2, 200, None), (256, 4, 2, None, 50.0),
+        (256, 4, 2, 200, 50.0), (64, 4, 2, None, 30.0), (128, 4, 1, 150, 30.0),
+    ):  # fmt: skip
+        pages = bf16(2, 12, 2, kv_heads, 128, channels)
+        table = jnp.asarray([[3, 0, 7, 9, 11, 5], [1, 8, 2, 10, 4, 6]], jnp.int32)
+        gains = jnp.asarray(rng.uniform(0.5, 2, (2, channels)).astype(np.float32))
+        gains = gains[0], gains[1]
+        shape = {"window": window, "profile": PROFILE}
+        for query_len, starts in ((1, (700, 64)), (5, (509, 0)), (140, (520, 450))):
+            positions = np.arange(query_len)[None] + np.asarray(starts)[:, None]
+            positions[1, 65:70] = -1
+            positions = jnp.asarray(positions, jnp.int32)
+            angles = rng.uniform(0, 6, (2 * query_len, channels // 2))
+            cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+            q = bf16(2, query_len, heads, channels, scale=4.0)
+            qkv = bf16(2 * query_len, heads + 2 * kv_heads, channels, scale=2.0)
+            sinks = bf16(heads, scale=3.0)
+
+            place = CachePlace(pages, table, positions, layer=1)
+
+            rotation = Rotation(cos, sin, gains)
+
+            def run(on, q=q, qkv=qkv, rotation=rotation, place=place, shape=shape, sinks=sinks,
+                    cap=cap):  # fmt: skip
+                options = {"eps": EPS, "backend": on}
+                out, written = rope_attention(qkv, rotation, place, **shape, **options)
+                plain, _ = rope_attention(
+                    qkv, rotation._replace(gains=None), place, sinks=sinks, **shape, **options
+                )
+                shape = shape | {"softcap": cap, "backend": on}
+                return (
+                    attention(q, place, **shape),
+                    attention(q, place, sinks=sinks, **shape),
+                    out,
+                    written[1],
+                    plain,
+                )
+
+            yield f"heads of {channels}, window {window}, cap {cap}, queries {query_len}", run
+    logits = jnp.asarray((rng.standard_normal((9, 4000)) * 60).astype(np.float32))
+    logits = logits.at[0, :4].set(jnp.asarray([jnp.inf, -jnp.inf, 1e30, 1e-40]))
+    yield "softcap", lambda on: (softcap(logits, cap=30.0, backend=on),)
+
+
 def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     """Experts of 8 bits: of integers, of float8 with scales of channels and of blocks."""
     width, hidden, num_experts, top_k = 512, 512, 16, 4
@@ -597,7 +649,8 @@ def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
 
 _GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]], int], ...] = (
     (_family_row_cases, 12), (_eight_bit_scale_cases, 11), (_linear_attention_cases, 13),
-    (_sink_cases, 8), (_product_cases, 0), (_choice_cases, 4), (_clamped_expert_cases, 9),
+    (_sink_cases, 8), (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4),
+    (_clamped_expert_cases, 9),
     (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
     (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),
 )  # fmt: skip

@@ -64,6 +64,8 @@ LAYOUTS = {
     "phi3_mini": HeadLayout(num_heads=32, num_kv_heads=32, channels=96),
     "qwen2_0b5": HeadLayout(num_heads=14, num_kv_heads=2, channels=64),
     "gpt_oss_20b": HeadLayout(num_heads=64, num_kv_heads=8, channels=64),
+    "gemma3_4b": HeadLayout(num_heads=8, num_kv_heads=4, channels=256),
+    "qwen3_5_4b": HeadLayout(num_heads=16, num_kv_heads=4, channels=256),
     "novels_6m": HeadLayout(num_heads=8, num_kv_heads=2, channels=64),
     "stories260k": HeadLayout(num_heads=8, num_kv_heads=4, channels=8),
 }

@@ -56,7 +56,7 @@ from detjax.testing import aot
 from detjax.testing.dummies import dummy_config
 from detjax.testing.eagle import abstract_head, dummy_eagle
 from detjax.testing.programs import plain_key, programs_for
-from detjax.testing.shapes import MOE_SHAPES
+from detjax.testing.shapes import LAYOUTS, MOE_SHAPES
 
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
@@ -210,26 +210,30 @@ def expert_share(num_rows: int) -> aot.CompiledProgram:
     )
 
 
-def attend(batch: int, length: int, context: int) -> aot.CompiledProgram:
-    """Attention of 32 query heads over 8 key/value heads of 128 channels."""
-    num_pages = context // 128
+def attend(
+    batch: int, length: int, context: int, *, layout: str = "llama3_8b",
+    window: int | None = None, softcap: float | None = None,
+) -> aot.CompiledProgram:  # fmt: skip
+    """Attention of the heads of a model; by default 32 and 8 of 128 channels."""
+    num_pages, dims = context // 128, LAYOUTS[layout]
 
     def run(q, pages, table, positions):
         place = CachePlace(pages, table, positions, layer=0)
-        return attention(q, place, window=None, profile=PROFILE, backend=Backend.SM90)
+        options = {"window": window, "softcap": softcap, "profile": PROFILE}
+        return attention(q, place, **options, backend=Backend.SM90)
 
     return aot.compile_program(
         run,
-        _shape(batch, length, 32, 128),
-        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(batch, length, dims.num_heads, dims.channels),
+        _shape(1, batch * num_pages, 2, dims.num_kv_heads, 128, dims.channels),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, length, dtype=jnp.int32),
     )
 
 
-def attend_new(batch: int, context: int) -> aot.CompiledProgram:
+def attend_new(batch: int, context: int, *, layout: str = "llama3_8b") -> aot.CompiledProgram:
     """Rotation, cache write and attention of one new token a sequence."""
-    num_pages = -(-context // 128)
+    num_pages, dims = -(-context // 128), LAYOUTS[layout]
 
     def run(qkv, cos, sin, pages, table, positions, o):
         return rope_attention(
@@ -238,10 +242,10 @@ def attend_new(batch: int, context: int) -> aot.CompiledProgram:
         )  # fmt: skip
 
     shapes = (
-        _shape(batch, 48, 128),
-        _shape(batch, 64, dtype=jnp.float32),
-        _shape(batch, 64, dtype=jnp.float32),
-        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(batch, dims.num_heads + 2 * dims.num_kv_heads, dims.channels),
+        _shape(batch, dims.channels // 2, dtype=jnp.float32),
+        _shape(batch, dims.channels // 2, dtype=jnp.float32),
+        _shape(1, batch * num_pages, 2, dims.num_kv_heads, 128, dims.channels),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, 1, dtype=jnp.int32),
         _shape(4096, 4096),
@@ -432,14 +436,16 @@ FAMILIES = {
         "sliding_window": 1024, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 6,
     },
     "gpt_oss": {"num_local_experts": 32, "num_hidden_layers": 24},
-    "qwen3_5_text": {
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "gemma2": {
+        "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
         "num_hidden_layers": 4,
     },
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
 Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; that of
-Qwen3.5 9B with two heads of 128 channels for each of 256."""
+Qwen3.5 9B; Gemma 2 9B."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
@@ -609,6 +615,16 @@ PROGRAMS = {
     "new_token_one": lambda: attend_new(1, 1025),
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
+    "attention_prefill_256": lambda: attend(1, 4096, 4096, layout="gemma3_4b"),
+    "attention_prefill_256_window": lambda: attend(1, 4096, 4096, layout="gemma3_4b", window=1024),
+    "attention_prefill_256_softcap": lambda: attend(
+        1, 4096, 8192, layout="gemma3_4b", window=4096, softcap=50.0
+    ),
+    "attention_window_256": lambda: attend(64, 1, 4096, layout="gemma3_4b", window=1024),
+    "attention_decode_256": lambda: attend(8, 1, 1024, layout="gemma3_4b", softcap=50.0),
+    "attention_verify_256": lambda: attend(8, 4, 1024, layout="qwen3_5_4b"),
+    "new_token_256": lambda: attend_new(8, 1025, layout="gemma3_4b"),
+    "new_token_256_many": lambda: attend_new(64, 1025, layout="qwen3_5_4b"),
     "decode_step": decode_step,
     "decode_launch": lambda: decode_launch("invariant", "full"),
     "draft_launch": lambda: decode_launch("fast", "int8"),
@@ -705,6 +721,9 @@ PROGRAMS = {
     "gpt_oss_decode": lambda: family_step("gpt_oss", "decode", rows=8, table_len=10),
     "gpt_oss_decode_many": lambda: family_step("gpt_oss", "decode", rows=64, table_len=10),
     "gpt_oss_prefill": lambda: family_step("gpt_oss", "prefill", rows=1, length=512, table_len=64),
+    "gemma2_decode": lambda: family_step("gemma2", "decode", rows=8, table_len=10),
+    "gemma2_verify": lambda: family_step("gemma2", "verify", rows=8, length=4, table_len=10),
+    "gemma2_prefill": lambda: family_step("gemma2", "prefill", rows=1, length=512, table_len=64),
     "qwen35_decode_one": lambda: family_step("qwen3_5_text", "decode", rows=1, table_len=10),
     "qwen35_decode": lambda: family_step("qwen3_5_text", "decode", rows=8, table_len=10),
     "qwen35_decode_many": lambda: family_step("qwen3_5_text", "decode", rows=64, table_len=10),

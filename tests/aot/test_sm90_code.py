@@ -255,8 +255,38 @@ def test_a_new_token_takes_one_kernel_and_no_copy_of_the_cache(name, kernel, mos
     assert program["temp_bytes"] < 1 << 20
 
 
-def test_prefill_attention_spills_nothing():
-    program = compiled("attention_prefill")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_decode_256", "new_token_256_many",
+        pytest.param("attention_verify_256", marks=pytest.mark.nightly),
+        pytest.param("new_token_256", marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_decode_attention_of_wide_heads_spills_nothing(name):
+    """One warpgroup has all channels of the output of a split; a second kernel merges."""
+    program = compiled(name)
+    assert {k["name"] for k in program["kernels"]} == {
+        "attention_splits_sm90", "attention_merge_sm90",
+    }  # fmt: skip
+    assert wgmma(program, "attention_splits_sm90") == {("m64n128k16", "m64n256k16")}
+    assert spills(program) == {}
+    assert program["copies"] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_prefill", "attention_prefill_256_softcap",
+        *(
+            pytest.param(f"attention_{name}", marks=pytest.mark.nightly)
+            for name in ("prefill_256", "prefill_256_window", "window_256")
+        ),
+    ],
+)  # fmt: skip
+def test_prefill_attention_spills_nothing(name):
+    """Of wide heads a warpgroup has half of the channels, so the shape is the same."""
+    program = compiled(name)
     assert wgmma(program, "attention_prefill_sm90") == {("m64n128k16",)}
     assert spills(program) == {}
     assert program["copies"] == []
@@ -272,7 +302,8 @@ def test_prefill_attention_spills_nothing():
             pytest.param(name, marks=pytest.mark.nightly)
             for name in (
                 "granite_decode", "smollm3_decode", "phi3_decode", "glm4_prefill", "olmo3_decode",
-                "exaone4_decode", "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
+                "exaone4_decode", "gemma2_decode", "gemma2_prefill", "gemma2_verify",
+                "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
                 "gpt_oss_decode_many", "gpt_oss_prefill",
             )
         ),

@@ -740,8 +740,8 @@ def _one_more_token(rows, positions, heads: slice = slice(None)) -> jax.Array:
     return out
 
 
-OF_PORTABLE_ALONE = ("softcap", "rope_into_cache", "rope_attention")
-"""The last two normalise heads of 16 channels here, for which others have no sum."""
+OF_PORTABLE_ALONE = ("rope_into_cache", "rope_attention")
+"""They normalise heads of 16 channels here, for which others have no sum."""
 BACKENDS = quick_and_slow([Backend.REFERENCE], [Backend.PORTABLE])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.config import LinearAttentionConfig, ModelConfig, RopeConfig
 from detjax.models.params import (
     MATRICES,
     TensorSpec,
@@ -218,6 +218,27 @@ def test_a_router_is_stored_in_whole_blocks_and_goes_back(num_experts, num_rows)
     assert not np.asarray(stored)[num_experts:].any()
     assert_bitwise_equal(stored[:num_experts], tensor, claim="the experts' rows come first")
     assert_bitwise_equal(checkpoint_rows(stored, spec), tensor, claim="and go back")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_projection_of_linear_attention_is_whole_blocks_a_rank_and_goes_back(tp):
+    """328 rows in all. Each rank's share ends with zeros, behind its own rows of a."""
+    linear = LinearAttentionConfig(
+        num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, conv_width=4,
+        layers=(True, False),
+    )  # fmt: skip
+    config = dataclasses.replace(dummy_config(num_layers=2), linear_attention=linear)
+    spec = tensor_specs(config, tp=tp, vocab_block=16)["layers"][0]["linear_a"]
+    whole = param_specs(config, tp=tp, vocab_block=16)["layers"][0]["linear_in"]
+    assert whole.shape[0] == 384
+    tensor = jnp.arange(1, 4 * 64 + 1, dtype=jnp.float32).reshape(4, 64)
+    stored = np.asarray(stored_rows(tensor, spec)).reshape(tp, -1, 64)
+    own = 4 // tp
+    assert not stored[:, own:].any() and stored[:, own:].size
+    assert_bitwise_equal(stored[:, :own].reshape(4, 64), np.asarray(tensor), claim="rank by rank")
+    assert_bitwise_equal(
+        checkpoint_rows(jnp.asarray(stored.reshape(-1, 64)), spec), tensor, claim="and go back"
+    )
 
 
 @pytest.mark.parametrize(

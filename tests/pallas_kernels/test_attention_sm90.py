@@ -2,7 +2,9 @@
 """Attention on sm90: its logic on a CPU, its bits on a GPU."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,13 +19,16 @@ from detjax.pallas_kernels.attention import (
     sm90_decode_run,
     sm90_prefill,
 )
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.operation_cases import digest_of, operation_case
 from detjax.testing.shapes import LAYOUTS
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILE = NumericsProfile()
 HOPPER_LAYOUTS = [name for name, layout in LAYOUTS.items() if layout.channels in sm90.CHANNELS]
 CONTEXTS = (1, 127, 128, 129, 511, 512, 513, 4096, 20000)
@@ -106,7 +111,8 @@ def test_every_variant_lowers_for_hopper(layout, query_len, window):
     group = dims.num_heads // dims.num_kv_heads
     kernel = "prefill"
     if sm90.is_decode(query_len, group, dims.channels, window):
-        kernel = "cluster" if query_len == 1 else "splits"
+        is_merged = query_len == 1 and dims.channels <= 128
+        kernel = "cluster" if is_merged else "splits"
     assert f"attention_{kernel}_sm90" in text
 
 
@@ -296,7 +302,7 @@ def test_control_a_load_that_leaves_out_written_keys_differs(monkeypatch):
 
 
 def check_against_portable(
-    positions, *, kv_heads, group, channels, window=None, run=attend, has_sinks=False
+    positions, *, kv_heads, group, channels, window=None, run=attend, has_sinks=False, softcap=None
 ):
     """Compare with the portable kernel; what nobody may read is NaN."""
     positions = np.asarray(positions, np.int32)
@@ -315,9 +321,11 @@ def check_against_portable(
     sinks = {"sinks": normal((kv_heads * group,), 3, 4.0)} if has_sinks else {}
     actual = run(q, *operands, window=window, is_interpreted=True, **sinks)
     place = CachePlace(*operands, layer=0)
-    expected = portable.attention(q, place, window=window, profile=PROFILE, **sinks)
+    expected = portable.attention(
+        q, place, window=window, profile=PROFILE, softcap=softcap, **sinks
+    )
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    if has_sinks:  # The probe: without them the outputs are others.
+    if has_sinks or softcap:  # The probe: without them the outputs are others.
         bare = portable.attention(q, place, window=window, profile=PROFILE)
         assert np.linalg.norm(np.asarray(bare, np.float64) - b) > 2**-4 * np.linalg.norm(b)
     assert np.linalg.norm(b) > 0
@@ -336,6 +344,9 @@ def check_against_portable(
         ),
         pytest.param([[700, 701, 702], [511, 512, -1]], 1, 4, 96, 130, id="verify-window-96"),
         pytest.param([[-1], [0]], 2, 3, 128, None, id="padding", marks=SLOW),
+        pytest.param([[600], [100]], 1, 2, 256, None, id="decode-256", marks=SLOW),
+        pytest.param([[510, 511, 512], [5, -1, -1]], 1, 3, 256, None, id="verify-256", marks=SLOW),
+        pytest.param([[700], [290]], 1, 4, 256, 300, id="decode-window-256", marks=SLOW),
     ],
 )
 def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, window):
@@ -353,6 +364,7 @@ def test_few_rows_agree_with_portable(positions, kv_heads, group, channels, wind
         pytest.param([[510, 511, 512], [5, 6, -1]], 2, 3, 64, None, id="verify-odd"),
         pytest.param([[510, 511, 512], [5, 6, -1]], 2, 4, 64, 128, id="verify-window"),
         pytest.param(np.arange(70)[None] + np.array([[500], [0]]), 1, 4, 64, 128, id="prefill"),
+        pytest.param([[1300], [-1], [5]], 1, 8, 256, None, id="decode-256"),
     ],
 )
 def test_sinks_agree_with_portable(positions, kv_heads, group, channels, window):
@@ -389,7 +401,52 @@ def test_decode_of_whole_sequences_agrees_with_portable(positions, kv_heads, gro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("channels", "window"), quick_and_slow([(96, 200)], [(64, None)]))
+@pytest.mark.parametrize(
+    ("positions", "channels", "window"),
+    [
+        pytest.param([[600], [100]], 64, None, id="decode"),
+        pytest.param(np.arange(70)[None] + 300, 128, 200, id="prefill"),
+        pytest.param([[600, 601]], 256, None, id="verify-256"),
+    ],
+)
+def test_soft_caps_agree_with_portable(positions, channels, window):
+    cap = 3.0  # scores have a spread of 1 to 2
+
+    def run(q, pages, table, positions, window, is_interpreted):
+        return sm90.attention(
+            q, first_layer(pages, table, positions), window=window, profile=PROFILE, softcap=cap,
+            is_interpreted=is_interpreted,
+        )  # fmt: skip
+
+    check_against_portable(
+        positions, kv_heads=1, group=2, channels=channels, window=window, run=run, softcap=cap
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cluster": 2}, "merged by a second kernel"),
+        ({"whole_sequences": True}, "merged by a second kernel"),
+        ({"num_compute": 2}, "one warpgroup a CTA"),
+        ({"scores_ahead": True}, "no scores "),
+    ],
+    ids=str,
+)
+def test_schedules_that_wide_heads_do_not_take_are_refused(options, says):
+    q, pages = (
+        jnp.zeros((1, 1, 2, 256), jnp.bfloat16),
+        jnp.zeros((1, 1, 2, 1, 128, 256), jnp.bfloat16),
+    )
+    place = first_layer(pages, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    with pytest.raises(ValueError, match=says):
+        sm90.decode(q, place, config=sm90.DecodeConfig(**options), is_interpreted=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("channels", "window"), quick_and_slow([(96, 200)], [(64, None), (256, 200)])
+)
 def test_prefill_agrees_with_portable(channels, window):
     steps = np.arange(70)
     positions = np.stack([steps + 500, np.where(steps < 40, steps + 100, -1)])
@@ -438,14 +495,24 @@ class Prompt:
         return attend(self.q[:, at], pages, self.table, positions, self.window, self.sinks)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("llama3_8b", None), ("llama3_8b", 700), ("qwen2_0b5", None), ("qwen2_0b5", 130),
-        ("phi3_mini", 2047), ("gpt_oss_20b", None), ("gpt_oss_20b", 128),
-    ],
-    ids=lambda p: f"{p[0]}-{p[1]}",
+NARROW = (
+    ("llama3_8b", None), ("llama3_8b", 700), ("qwen2_0b5", None), ("qwen2_0b5", 130),
+    ("phi3_mini", 2047), ("gpt_oss_20b", None), ("gpt_oss_20b", 128),
 )  # fmt: skip
+WIDE = ("gemma3_4b", None), ("gemma3_4b", 1024), ("qwen3_5_4b", None)
+"""Layouts and windows of prompts: heads of up to 128 channels, and of 256."""
+
+
+def prompt_name(param) -> str:
+    return f"{param[0]}-{param[1]}"
+
+
+def prompts(*params):
+    """Parametrise `whole` by these alone."""
+    return pytest.mark.parametrize("whole", params, ids=prompt_name, indirect=True)
+
+
+@pytest.fixture(scope="module", params=[*NARROW, *WIDE], ids=prompt_name)
 def whole(request):
     """Of gpt-oss with sinks; its 8 heads make a tile of 8 rows of each for up to 8 tokens."""
     layout, window = request.param
@@ -550,7 +617,29 @@ def test_padding_leaves_no_trace(whole, query_len):
 
 @pytest.mark.gpu
 @pytest.mark.invariance
+@pytest.mark.parametrize("options", [{"num_ctas": 132}, {"num_ctas": 5}], ids=str)
+@prompts(*WIDE)
+def test_schedules_of_prefill_of_wide_heads_have_the_same_bits(whole, options):
+    actual = prefill(whole.q, whole.pages, *whole.place, **options)
+    assert_bitwise_equal(actual, whole.out, claim=f"{options} is a choice for speed alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("options", [{"merge_unroll": (4, 1)}, {"num_ctas": 5}, {"stages": 2}])
+@prompts(WIDE[0], WIDE[2])
+def test_schedules_of_decode_of_wide_heads_have_the_same_bits(whole, options):
+    at = np.array([1, 4096, 129, 700, 512, 513, 20000, 2000]) - 1
+    actual = whole.rows(at[:, None], run=decode, **options)
+    assert_bitwise_equal(
+        actual[:, 0], whole.out[0, at], claim=f"{options} is a choice for speed alone"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
 @pytest.mark.parametrize("options", [{"num_stages": 3}, {"num_ctas": 132, "query_buffers": 2}])
+@prompts(*NARROW)
 def test_schedules_of_prefill_have_the_same_bits(whole, options):
     actual = prefill(whole.q, whole.pages, *whole.place, **options)
     assert_bitwise_equal(actual, whole.out, claim=f"{options} is a choice for speed alone")
@@ -604,6 +693,36 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
     for few in ([1], [3000, 5, 4096]):
         case = new_tokens(few, kv_heads=3, group=group, channels=channels, with_norm=with_norm)
         assert_same(case.at_once(), case.apart(), f"one kernel or more, contexts {few}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+def test_new_tokens_of_wide_heads_are_bitwise_schedule_invariant(group, with_norm):
+    contexts = [1, 127, 128, 129, 0, 511, 512, 513, 1100, 1500]
+    case = new_tokens(contexts, kv_heads=3, group=group, channels=256, with_norm=with_norm)
+    expected = case.apart()
+    ways: tuple[dict[str, Any], ...] = (
+        {}, {"keys_at_once": 32}, {"num_ctas": 5}, {"num_ctas": 1, "stages": 2},
+    )  # fmt: skip
+    for options in ways:
+        assert_same(case.at_once(**options), expected, f"one kernel, {options}")
+    other = case.apart(blocks_per_split=2)
+    assert count_different_bits(other[0], expected[0]) > 0  # control
+
+
+WIDE_BITS = json.loads((GOLDEN / "wide_heads_bits.json").read_text())["cases"]
+"""Digests of the reference backend."""
+
+
+@pytest.mark.gpu
+@pytest.mark.golden
+@pytest.mark.parametrize("name", WIDE_BITS)
+def test_wide_heads_and_soft_caps_have_the_bits_of_the_reference(name):
+    """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
+    found = operation_case(name)(Backend.SM90)
+    assert digest_of(found) == WIDE_BITS[name], [np.asarray(x).ravel()[:4] for x in found]
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
 from detjax.pallas_kernels.geglu.api import geglu
+from detjax.pallas_kernels.hopper_sums import cap_factors
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.api import linear, linear_leaf_sums, linear_swiglu
 from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
@@ -38,6 +39,7 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
+from detjax.pallas_kernels.softcap.api import softcap
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
@@ -316,15 +318,34 @@ def test_products_of_blocks_are_added_by_fused_products_of_scales():
 
 
 @functools.cache
-def rsqrt_table() -> np.ndarray:
-    return dict(zip(FUNCTIONS, special_function_tables(), strict=True))["rsqrt"]
+def table_of(name: str) -> np.ndarray:
+    return dict(zip(FUNCTIONS, special_function_tables(), strict=True))[name]
+
+
+def ex2_of(x: np.ndarray) -> np.ndarray:
+    """`ex2.approx.ftz` from the table, of numbers from -126 up; infinite from 128 up."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        units = np.trunc(np.abs(np.clip(x, -127, 127)).astype(np.float64) * 2.0**23)
+    units = units.astype(np.int64)
+    units = np.where(x < 0, np.where(units % 2**23 != 0, ~units, -units), units)
+    found = table_of("ex2")[units % 2**23].astype(np.int64) + (units >> 23) * 2**23
+    power = found.astype(np.uint32).view(np.float32)
+    return np.where(x >= 128, np.float32(np.inf), np.where(x < -126, np.float32(0), power))
+
+
+def rcp_of(x: np.ndarray) -> np.ndarray:
+    """`rcp.approx` of numbers from 1 up, from the table; 0 of infinity."""
+    bits = x.view(np.uint32).astype(np.int64)
+    found = table_of("rcp")[bits % 2**23].astype(np.int64) - ((bits >> 23) - 127) * 2**23
+    share = np.maximum(found, 0).astype(np.uint32).view(np.float32)
+    return np.where(np.isinf(x), np.float32(0), share)
 
 
 def rsqrt_of(x: np.float32) -> np.float32:
     """`rsqrt.approx` of a normal number, from the table."""
     bits = int(np.float32(x).view(np.uint32))
     exponent = (bits >> 23) - 127
-    found = int(rsqrt_table()[(exponent & 1) * (1 << 23) + (bits & ((1 << 23) - 1))])
+    found = int(table_of("rsqrt")[(exponent & 1) * (1 << 23) + (bits & ((1 << 23) - 1))])
     return np.uint32(found - (exponent >> 1) * (1 << 23)).view(np.float32)
 
 
@@ -392,6 +413,32 @@ HYBRID_CASES = HYBRID_BITS["cases"]
 @pytest.mark.parametrize("name", quick_and_slow(["gated rms_norm 128"], HYBRID_CASES))
 def test_operations_of_hybrids_keep_their_bits(name):
     assert digest_of(operation_case(name)(Backend.REFERENCE)) == HYBRID_CASES[name]
+
+
+WIDE_BITS = json.loads((Path(__file__).parents[1] / "golden" / "wide_heads_bits.json").read_text())
+WIDE_CASES = WIDE_BITS["cases"]
+"""Digests of this backend, that `test_attention_sm90.py` asks of a GPU."""
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", quick_and_slow(["softcap"], WIDE_CASES))
+def test_wide_heads_and_soft_caps_keep_their_bits(name):
+    assert digest_of(operation_case(name)(Backend.REFERENCE)) == WIDE_CASES[name]
+
+
+def test_soft_caps_have_the_bits_of_the_definition():
+    """A product, a power, a sum, a reciprocal of the table and one fma; infinite logits too."""
+    logits = np.random.default_rng(3).uniform(-200, 200, (2, 40)).astype(np.float32)
+    logits[0, :3] = np.inf, -np.inf, 3e38
+    found = np.asarray(softcap(jnp.asarray(logits), cap=30.0, **ON))
+    exponent, cap = cap_factors(30.0)
+    power = ex2_of(logits * np.float32(exponent))
+    share = rcp_of(power + np.float32(1))
+    expected = fused(share, np.float32(-2 * cap), np.float32(cap))
+    assert_bitwise_equal(found, expected, claim="the bits of the definition")
+    by_tanh = np.float32(cap) * np.tanh(logits / np.float32(cap))
+    assert count_different_bits(by_tanh.astype(np.float32), expected) > 20  # control
+    assert np.abs(found - by_tanh).max() < 2.0**-14
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -767,6 +814,38 @@ def test_whole_answers_of_a_hybrid_keep_their_bits(batch_size, prefill_chunk):
         for answer in answers(model, asked, **sizes)
     )
     assert zlib.crc32(bits) == HYBRID_BITS["answers"]
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+@pytest.mark.parametrize("case", WIDE_BITS["answers"])
+def test_whole_answers_of_wide_heads_keep_their_bits(case):
+    """The CRC-32 that `test_families_sm90.py` asks of a GPU, of the same model and requests."""
+    name = case.removesuffix("_wide")
+    config = load_config(GOLDEN_FOLDER / "hf" / name)
+    config = dataclasses.replace(
+        config, head_dim=64 if name == case else 256, hidden_size=512, intermediate_size=1024,
+        num_heads=8, num_kv_heads=4, eos_token_ids=(),
+    )  # fmt: skip
+    if config.linear_attention is not None:
+        heads = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 64, "value_dim": 64}
+        linear = dataclasses.replace(config.linear_attention, **heads)
+        config = dataclasses.replace(config, linear_attention=linear)
+    rng = np.random.default_rng(7)
+    asked = [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=8, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 127, 1, 130, 64, 33, 200, 23))
+    ]
+    model = dummy_model(config, backend=Backend.REFERENCE)
+    sizes = {"batch_size": 3, "prefill_chunk": 128, "max_len": 256}
+    bits = b"".join(
+        np.asarray(answer.logprobs, np.float32).tobytes()
+        for answer in answers(model, asked, **sizes)
+    )
+    assert zlib.crc32(bits) == WIDE_BITS["answers"][case]
 
 
 # ------------------------------------------------------------------------------------ the backend

@@ -24,6 +24,8 @@ from detjax.pallas_kernels.sampling import portable as portable_sampling
 from detjax.pallas_kernels.sampling import sm90 as sampling
 from detjax.pallas_kernels.sampling import sm90_choice as choice
 from detjax.pallas_kernels.sampling import sm90_token as token
+from detjax.pallas_kernels.softcap import portable as portable_softcap
+from detjax.pallas_kernels.softcap import sm90 as softcap
 from detjax.pallas_kernels.swiglu import portable as portable_swiglu
 from detjax.pallas_kernels.swiglu import sm90 as swiglu
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -235,6 +237,26 @@ def test_geglu_in_interpret_mode(num_rows, width):
     exact = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     close(out, exact, 2.0**-7)
     assert (np.asarray(out, np.float32)[0, :2] == 0).all(), "a gate of -100 passes nothing"
+
+
+def test_a_soft_cap_lowers():
+    lower_for_hopper(functools.partial(softcap.softcap, cap=30.0), struct((5, 4000), jnp.float32))
+
+
+@pytest.mark.parametrize("kernels", ["portable", "sm90"])
+def test_a_soft_cap_is_within_float32_of_float64(kernels):
+    """With 1 / (e + 1) off by less than 2**-21, as its factors are, and two roundings."""
+    cap = 30.0
+    logits = np.linspace(-300, 300, 3 * 512).reshape(3, 512).astype(np.float32)
+    logits[0, :3] = np.inf, -np.inf, 1e30
+    if kernels == "sm90":
+        out = softcap.softcap(jnp.asarray(logits), cap=cap, interpret=True)
+    else:
+        out = portable_softcap.softcap(jnp.asarray(logits), cap=cap)
+    exact = cap * np.tanh(logits.astype(np.float64) / cap)
+    assert np.abs(np.asarray(out, np.float64) - exact).max() < cap * 2.0**-19
+    assert np.asarray(out)[0, :3].tolist() == [cap, -cap, cap]
+    assert np.abs(logits[1:] - exact[1:]).max() > 1  # the probe: a cap changes these logits
 
 
 @pytest.mark.parametrize("kernels", ["portable", "sm90"])
@@ -566,6 +588,14 @@ def test_fused_write_equals_norm_rope_and_scatter(heads, kv_heads, channels):
 @pytest.mark.parametrize("width", (132, 1536))
 def test_geglu_is_bitwise_batch_invariant(width):
     check_rows(geglu.geglu, (array((MOST, 2 * width), 1),), f"geglu {width}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("width", (132, 256000))
+def test_a_soft_cap_is_bitwise_batch_invariant(width):
+    kernel = functools.partial(softcap.softcap, cap=30.0)
+    check_rows(kernel, (array((MOST, width), 1, jnp.float32),), f"soft cap {width}")
 
 
 @pytest.mark.gpu

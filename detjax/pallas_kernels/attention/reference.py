@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_scale
+from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rope.reference import rope_into_cache
@@ -21,16 +21,12 @@ def attention(
 
     Raises:
         NotImplementedError: For other dtypes than bfloat16 or float32 of all, channels that are no
-            multiple of 16, another block than 128, a soft cap, or sinks of float32 activations.
+            multiple of 16, another block than 128, or sinks or a soft cap of float32 activations.
     """
-    if sinks is not None and q.dtype != jnp.bfloat16:
+    if (sinks is not None or softcap is not None) and q.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            "attention of the reference backend has sinks in bfloat16 alone, as sm90; use portable"
-        )
-    if softcap is not None:
-        raise NotImplementedError(
-            f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
-            "portable"
+            "attention of the reference backend has sinks and soft caps in bfloat16 alone, as "
+            "sm90; use portable"
         )
     pages, page_table, positions, layer = place
     channels = q.shape[3]
@@ -46,11 +42,14 @@ def attention(
         )
     layer_operand = jnp.asarray(layer, jnp.int32).reshape(1)
     of_heads = jnp.zeros((0,)) if sinks is None else sinks
+    scale, exponent, cap = score_scale(channels), 0.0, 0.0
+    if softcap is not None:
+        scale, (exponent, cap) = 1.0, score_cap_factors(channels, softcap)
     return call(
         "attention", jax.ShapeDtypeStruct(q.shape, q.dtype),
         q, pages, page_table, positions, layer_operand, of_heads.astype(jnp.float32),
         window=window or 0, blocks_per_split=profile.attention_split // KEY_BLOCK,
-        scale=np.float32(score_scale(channels)),
+        scale=np.float32(scale), cap_exponent=np.float32(exponent), cap=np.float32(cap),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ sequence and merges its splits in shared memory (`sm90_decode_cluster`), or shar
 (`sm90_decode_spread`).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -31,8 +32,8 @@ from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
-CHANNELS = (64, 96, 128)
-DECODE_CHANNELS = (64, 128)
+CHANNELS = (64, 96, 128, 256)
+DECODE_CHANNELS = (64, 128, 256)
 BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
 MAX_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
 MAX_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
@@ -89,12 +90,13 @@ def attention(
     """See `api.attention`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96
-            and 128, another block than 128, a soft cap, or sinks of float32 activations.
+        NotImplementedError: For another dtype than bfloat16 or float32, other channels than 64, 96,
+            128 and 256, another block than 128, or sinks or a soft cap of float32 activations.
 
     Numerics:
         Scores: wgmma, K in order, 16 at a time, float32. Weights: `ex2(fma(score, scale, -m))`
-        with `scale = log2(e) / sqrt(C)` rounded to float32. A block's weights are added in one
+        with `scale = log2(e) / sqrt(C)` rounded to float32; with a soft cap, `ex2(capped - m)` of
+        `sm90_rows.Arithmetic.soft_cap`. A block's weights are added in one
         fixed tree. Within a split the output is scaled by `ex2(m - new_m)` and takes the block's
         products on the tensor core's accumulator; splits are folded left to right by
         `fma(out, a, other * b)`, and a sink is one more. Division by multiplying with the rounded
@@ -106,14 +108,12 @@ def attention(
     """
     pages, page_table = place.pages, place.page_table
     _check(q, pages, profile)
-    if softcap is not None:
-        raise NotImplementedError(f"attention on sm90 has no soft cap on scores ({softcap=})")
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     place = place._replace(layer=jnp.int32(place.layer))
     per_split = profile.attention_split // profile.attention_block
     if q.dtype == jnp.float32:
-        if sinks is not None:
-            raise NotImplementedError("attention on sm90 has sinks in bfloat16 alone")
+        if sinks is not None or softcap is not None:
+            raise NotImplementedError("attention on sm90 has sinks and soft caps in bfloat16 alone")
         return sm90_float32.attention(
             q, place, window=window, per_split=per_split, is_interpreted=is_interpreted
         )
@@ -124,8 +124,9 @@ def attention(
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
             has_sinks=sinks is not None,
         )  # fmt: skip
+        config = dataclasses.replace(config, softcap=softcap)
         return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
-    config = PrefillConfig(blocks_per_split=per_split)
+    config = PrefillConfig(blocks_per_split=per_split, softcap=softcap)
     return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 
@@ -192,6 +193,8 @@ def decode_config(
     # A group that straddles a multiple of 8 rows may take 8 more.
     rows = 8 * (-(-group // 8) + (1 if 8 % group and group % 8 else 0))
     fits = group * channels >= LANES and splits * rows * channels * 4 <= PARTIAL_BYTES
+    is_wide = channels > bits.SPAN_CHANNELS
+    fits = fits and not is_wide
     cluster = 0
     if query_len == 1 and fits and pairs <= NUM_SMS and not has_sinks:
         # A CTA a split, as long as all CTAs are resident at once.
@@ -209,8 +212,8 @@ def decode_config(
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
     most_folded = MAX_FOLDED_SPLITS if pairs >= BUSY_PAIRS else 1
-    whole = not cluster and splits <= most_folded and not has_sinks
-    takes_turns = not cluster and (is_new or not whole)
+    whole = not cluster and splits <= most_folded and not (has_sinks or is_wide)
+    takes_turns = not cluster and (is_new or not whole) and not is_wide
     num_compute = DECODE_WARPGROUPS if takes_turns else 1
     return DecodeConfig(
         blocks_per_split=per_split,
@@ -219,7 +222,7 @@ def decode_config(
         num_compute=num_compute,
         cluster=cluster,
         spread=spread,
-        scores_ahead=query_len == 1 and not (whole or spread or num_compute > 1),
+        scores_ahead=query_len == 1 and not (whole or spread or num_compute > 1 or is_wide),
         keys_at_once=KEYS_AT_ONCE,
         prefetched=PREFETCHED if spread else PREFETCHED_BEHIND if is_new and cluster > 1 else 0,
     )
@@ -314,6 +317,13 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
         raise ValueError(f"{config=} has no sinks: they need neither a cluster nor whole sequences")
     if (config.cluster or config.scores_ahead) and (query_len != 1 or config.whole_sequences):
         raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
+    if job.is_wide and (
+        config.cluster or config.scores_ahead or config.whole_sequences or config.num_compute > 1
+    ):
+        raise ValueError(
+            f"heads of {job.channels=} are computed by splits, one warpgroup a CTA, with no scores "
+            f"ahead, and merged by a second kernel: {config=}"
+        )
     has_turns = not config.cluster and (job.new_token is not None or not config.whole_sequences)
     if config.num_compute > 1 and not has_turns:
         raise ValueError(

@@ -23,11 +23,13 @@ from jaxlib.mlir.dialects import llvm
 from detjax.numerics import LOG2_E
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.hopper_sums import KEY_BLOCK
+from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
 from detjax.pallas_kernels.sm90_hardware import LANES
 
 BLOCK = KEY_BLOCK  # keys of one online-softmax step, and of one page
 ROWS = 64  # query rows of one warpgroup: the M of a wgmma instruction
+SPAN_CHANNELS = 128
+"""Channels of a head whose split, and those before, a warpgroup holds; wider heads are `wide`."""
 EMPTY_MAX = -1e30
 """The running maximum before any key. Finite, so that subtracting it from itself is 0, not NaN."""
 
@@ -160,6 +162,13 @@ class AttentionArithmetic:
 
         return op(x)
 
+    def scaling(self, channels: int, softcap: float | None) -> tuple:
+        """What is done to products of queries and keys, and what multiplies the result for exp2."""
+        if softcap is None:
+            return (lambda scores: scores), score_scale(channels)
+        exponent, cap = score_cap_factors(channels, softcap)
+        return (lambda scores: self._of(scores.shape).soft_cap(scores, exponent, cap)), 1.0
+
     def softmax_step(self, scores, m, weight_sum, scale: float):
         """Fold one block's scores into the running (max, sum) of a split.
 
@@ -256,6 +265,24 @@ def operand(weights, dtype, p_smem):
     return p_smem
 
 
+def multiply_keys(acc, q, keys) -> None:
+    """Add `q @ keys.T` to an accumulator: channels in order, 16 at a time.
+
+    # WHY: a loop over wide heads; unrolled, prefill kept an address for each step and spilled.
+    """
+    channels = q.shape[-1]
+    if channels <= SPAN_CHANNELS:
+        plgpu.wgmma(acc, q, keys.T)
+        return
+
+    def some(i, _):
+        columns = pl.ds(i * SPAN_CHANNELS, SPAN_CHANNELS)
+        plgpu.wgmma(acc, q.at[:, columns], keys.at[:, columns].T)
+        return ()
+
+    lax.fori_loop(0, channels // SPAN_CHANNELS, some, ())
+
+
 def product(a, b, shape):
     """`a @ b` from zero: K in order, 16 at a time, on the tensor core."""
 
@@ -266,17 +293,20 @@ def product(a, b, shape):
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
-def product_during(arithmetic: AttentionArithmetic, a, b, shape, meanwhile):
-    """`product`, and what `meanwhile` gives: the tensor core may work while that runs."""
-    if arithmetic.is_interpreted:
-        return product(a, b, shape), meanwhile()
+def scores_during(arithmetic: AttentionArithmetic, q, keys, meanwhile):
+    """The scores of a block, [ROWS, BLOCK], and what `meanwhile` gives.
+
+    The tensor core may work while that runs.
+    """
 
     def issue(acc):
-        plgpu.wgmma(acc, a, b)
-        result = meanwhile()
+        multiply_keys(acc, q, keys)
+        # Interpreted it may give a reference, which must not leave this scope.
+        result = None if arithmetic.is_interpreted else meanwhile()
         return acc[...], result
 
-    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+    scores, result = pl.run_scoped(issue, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    return scores, meanwhile() if arithmetic.is_interpreted else result
 
 
 def chained_product(
@@ -384,7 +414,9 @@ def page_rows(pages: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeLanes:
-    """Merge of splits for LANES neighbouring elements of the output, one a thread: whole rows.
+    """Merge of splits for LANES neighbouring elements of the output, one a thread.
+
+    They are whole rows, or a part of one.
 
     Attributes:
         channels: Of a row.
@@ -396,8 +428,13 @@ class MergeLanes:
 
     @property
     def rows(self) -> int:
-        """Rows side by side."""
-        return LANES // self.channels
+        """Rows side by side, of which there is at least a part."""
+        return max(1, LANES // self.channels)
+
+    @property
+    def parts(self) -> int:
+        """Sets of LANES elements of a row that is wider."""
+        return max(1, self.channels // LANES)
 
     @property
     def layout(self):

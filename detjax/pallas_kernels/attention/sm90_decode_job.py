@@ -18,11 +18,13 @@ from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 STAGES = {1: 5, 2: 3}
 """Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
+WIDE_STAGES = 3
+"""Likewise, of wide heads, whose pages are twice as large: one warpgroup computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+    """How the work is scheduled, and what decides bits: the last two.
 
     Attributes:
         stages: Pages of keys or values in flight, for each warpgroup that computes; 0 for those of
@@ -45,7 +47,8 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
-        blocks_per_split: Blocks of 128 keys in a split.
+        blocks_per_split: Blocks of 128 keys in a split; the profile's.
+        softcap: Of scores; the model's. Not of new tokens.
     """
 
     stages: int = 0
@@ -59,6 +62,7 @@ class DecodeConfig:
     keys_at_once: int = bits.BLOCK
     prefetched: int = 0
     blocks_per_split: int = 4
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ class Job:
         query_len: New tokens of each.
         kv_heads: Key/value heads.
         group: Query heads of a key/value head.
-        channels: Of a head, 64 or 128.
+        channels: Of a head: 64, 128 or 256.
         num_pages: Of a layer of the cache.
         padded_rows: Rows of queries that are copied for a sequence and a kv head.
         rows_apart: How far apart the rows of two such pairs begin.
@@ -106,7 +110,18 @@ class Job:
     @property
     def num_slots(self) -> int:
         """Pages of keys or values in flight, for each warpgroup that computes."""
-        return self.config.stages or STAGES[self.config.num_compute]
+        stages = WIDE_STAGES if self.is_wide else STAGES[self.config.num_compute]
+        return self.config.stages or stages
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a warpgroup has no registers for more than the output of one split."""
+        return self.channels > bits.SPAN_CHANNELS
+
+    @property
+    def query_slots(self) -> int:
+        """Turns whose rows of queries are in flight; wide heads leave no memory for two."""
+        return 1 if self.is_wide else 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +162,9 @@ class RunSlots(NamedTuple):
 class RunBarriers(NamedTuple):
     """Barriers of a CTA's slots."""
 
-    q_filled: Any  # [2], of queries
+    q_filled: Any  # [1 or 2], of queries
     filled: Any  # [slots], of the ring
-    q_free: Any  # [2]
+    q_free: Any  # [1 or 2]
     free: Any  # [slots]
     own: Any  # the schedule's own, or None
 
@@ -310,7 +325,7 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     num_compute = job.config.num_compute
     num_slots = num_compute * job.num_slots
     swizzled = bits.swizzled(bits.channel_span(job.channels))
-    q_copies = 2 if job.new_token is None else num_compute
+    q_copies = job.query_slots if job.new_token is None else num_compute
     q = plgpu.SMEM((q_copies, *job.out_shape), job.dtype, transforms=swizzled)
     kept_results, kept = schedule.kept_results, None
     if _shares_queries(job, schedule):
@@ -319,7 +334,7 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
         kept = plgpu.SMEM((num_compute, *job.new_token.kept_shape), job.dtype)
     weights = plgpu.SMEM((num_compute, bits.ROWS, bits.BLOCK), job.dtype)
     ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
-    of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (2, num_slots))
+    of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (job.query_slots, num_slots))
     weights = weights if job.is_interpreted else None
     return _Shared(
         RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept),

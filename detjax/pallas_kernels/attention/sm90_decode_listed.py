@@ -112,18 +112,21 @@ def _write_partial(job: Job, memory: Memory, state, run: Run) -> None:
 def merge_splits(
     job: Job, o, ml, limits, row_positions, sinks=None, *, query_len: int, group: int
 ) -> jax.Array:
-    """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each 128 channels of a row.
+    """Fold the splits left to right: `out[b, t, k, g]`, one CTA for each LANES elements.
 
     `sinks` are those of `[k, g]`, float32, or None.
     """
     kv_heads, padded_rows = job.kv_heads, job.padded_rows
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
-    ctas_in_seq = query_len * kv_heads * group // lanes.rows
+    ctas_in_seq = query_len * kv_heads * group * lanes.parts // lanes.rows
 
     def body(o_ref, ml_ref, limits_ref, pos_ref, sinks_ref, out_ref):
         cta = lax.axis_index("cta")
         seq, index = lax.div(cta, jnp.int32(ctas_in_seq)), lax.rem(cta, jnp.int32(ctas_in_seq))
-        first_row = index * lanes.rows  # in [query_len, kv_heads, group]
+        first_channel, first_row = 0, index * lanes.rows  # in [query_len, kv_heads, group]
+        if lanes.parts > 1:
+            first_channel = lax.rem(index, jnp.int32(lanes.parts)) * LANES
+            first_row = lax.div(index, jnp.int32(lanes.parts))
         kv_head = lax.rem(lax.div(first_row, jnp.int32(group)), jnp.int32(kv_heads))
         token = lax.div(first_row, jnp.int32(group * kv_heads))
         row = token * group + lax.rem(first_row, jnp.int32(group))
@@ -141,7 +144,8 @@ def merge_splits(
                     row,
                 )
                 weight_sum = lanes.spread(lambda r, e=entry: ml_ref[e, 1, r], row)
-                part = lanes.math.load(o_ref.at[entry, pl.ds(row * job.channels, LANES)])
+                here = pl.ds(row * job.channels + first_channel, LANES)
+                part = lanes.math.load(o_ref.at[entry, here])
                 parts.append((m, weight_sum, part))
             for part in parts:
                 state = lanes.fold(state, *part)

@@ -24,7 +24,6 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Memory,
     Run,
 )
-from detjax.pallas_kernels.hopper_sums import score_scale
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
@@ -94,13 +93,13 @@ class Turn:
 
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
-        job, memory = self.work.job, self.work.memory
+        memory = self.work.memory
         slot = self.work.slot(self.index, 0, self.base + j)
         plgpu.barrier_wait(memory.barriers.filled.at[slot])
         if may_be_new:
             self._put_new(j, 0, memory.slots.ring.at[slot])
-        scores, result = bits.product_during(
-            job.math, self.q, memory.slots.ring.at[slot].T, (bits.ROWS, bits.BLOCK), meanwhile
+        scores, result = bits.scores_during(
+            self.work.job.math, self.q, memory.slots.ring.at[slot], meanwhile
         )
         plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return scores, result
@@ -108,10 +107,11 @@ class Turn:
     def _softmax(self, j, scores, m, weight_sum, is_masked):
         """The new maximum and sum, what the output decays by, and the weights as an operand."""
         job, math = self.work.job, self.work.job.math
+        capped, scale = math.scaling(job.channels, job.config.softcap)
+        scores = capped(scores)
         if is_masked:
             first_key = (self.run.first_block + j) * bits.BLOCK
             scores = math.mask(scores, self.row_pos, first_key, None)
-        scale = score_scale(job.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         return (
             m,
@@ -188,7 +188,7 @@ def start_turn(work: DecodeWork, turn, base) -> Turn:
         row_pos = math.load(memory.positions.at[run.seq])
     q_slot = page = offset = None
     if job.new_token is None:
-        q_slot = lax.rem(turn, jnp.int32(2))
+        q_slot = lax.rem(turn, jnp.int32(job.query_slots))
         q = memory.slots.q.at[q_slot]
         plgpu.barrier_wait(memory.barriers.q_filled.at[q_slot])
     else:
@@ -249,11 +249,11 @@ def load_runs(
     def one_run(index, base):
         turn = index * count + owner if count > 1 else index
         run = work.run_at(turn)
-        q_slot = lax.rem(turn, jnp.int32(2))
+        q_slot = lax.rem(turn, jnp.int32(job.query_slots))
         if job.new_token is None:
             first_row = (run.seq * job.kv_heads + run.kv_head) * job.rows_apart
 
-            @pl.when(turn >= 2)
+            @pl.when(turn >= job.query_slots)
             def _q_is_free():
                 plgpu.barrier_wait(memory.barriers.q_free.at[q_slot])
 
@@ -292,7 +292,7 @@ def load_runs(
     pl.when(owner == 0)(memory.ask_ahead)
     rings = [(memory.barriers.free, job.num_slots, 2 * total)]
     if job.new_token is None:
-        rings.append((memory.barriers.q_free, 2 // count, turns))
+        rings.append((memory.barriers.q_free, job.query_slots // count, turns))
     for free, num_slots, num_used in rings:
         bits.drain(free, num_used, owner * num_slots, num_slots)
 

@@ -29,7 +29,7 @@ class NewToken:
     Attributes:
         kv_heads: K.
         group: Query heads of a key/value head.
-        channels: C, 64 or 128.
+        channels: C: 64, 128 or 256.
         eps: Of the norms.
         is_interpreted: Use plain indexing, for interpretation on CPU.
     """
@@ -162,11 +162,13 @@ class NewToken:
         def emit(ctx, source, page, row, offset):
             # A channel a thread; threads that are left over write the same again.
             thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
-            channel = arith.remui(thread, _index(self.channels))
             offset = arith.index_cast(ir.IndexType.get(), offset.registers.item())
-            value = memref.load(source, [channel])
-            llvm.store(value, _swizzled_pointer(page, offset, channel))
-            memref.store(value, row, [channel])
+            for first in range(0, self.channels, rows.LANES):
+                channel = thread if not first else arith.addi(thread, _index(first))
+                channel = arith.remui(channel, _index(self.channels))
+                value = memref.load(source, [channel])
+                llvm.store(value, _swizzled_pointer(page, offset, channel))
+                memref.store(value, row, [channel])
 
         emit(kept, page_smem, row, offset)
         plgpu.commit_smem()

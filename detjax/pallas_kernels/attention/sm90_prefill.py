@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of many query rows over the paged cache: two compute warpgroups and one that loads."""
+"""Attention of many query rows over the paged cache: two compute warpgroups and one that loads.
+
+A computing warpgroup has 64 rows of queries. Of heads of more than 128 channels two share them:
+each computes all scores and has half of the channels of the output, as no warpgroup has registers
+for all of them.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -12,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
@@ -21,19 +25,21 @@ WARPGROUPS = 2  # that compute; a third one loads
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillConfig:
-    """How the work is scheduled. Only `blocks_per_split` decides a bit; it comes of the profile.
+    """How the work is scheduled, and what decides bits: the last two.
 
     Attributes:
-        num_stages: Pages of keys, and of values, in flight.
+        num_stages: Pages of keys, and of values, in flight; of wide heads two and one are.
         query_buffers: Query tiles in shared memory; 2 lets the next one load during this one.
         num_ctas: Most CTAs; each then takes several tiles in turn. 0 for a CTA a tile.
-        blocks_per_split: Blocks of 128 keys in a split.
+        blocks_per_split: Blocks of 128 keys in a split; the profile's.
+        softcap: Of scores; the model's.
     """
 
     num_stages: int = 2
     query_buffers: int = 1
     num_ctas: int = 0
     blocks_per_split: int = 4
+    softcap: float | None = None
 
 
 def tile_shape(query_len: int, group: int) -> tuple[int, int]:
@@ -44,16 +50,16 @@ def tile_shape(query_len: int, group: int) -> tuple[int, int]:
     return bits.ROWS // heads, heads
 
 
-def _tile_positions(positions: jax.Array, tokens: int, heads: int) -> jax.Array:
-    """Positions of each warpgroup's rows, [B, tiles, 2, 64], -1 where there is none."""
+def _tile_positions(positions: jax.Array, tokens: int, heads: int, parts: int) -> jax.Array:
+    """Positions of each part's rows, [B, tiles, parts, 64], -1 where there is none."""
     batch, query_len = positions.shape
-    span = WARPGROUPS * tokens
+    span = parts * tokens
     tiles = -(-query_len // span)
     padded = jnp.pad(
         positions, ((0, 0), (0, tiles * span - query_len)), constant_values=-1
-    ).reshape(batch, tiles, WARPGROUPS, 1, tokens)
-    return jnp.broadcast_to(padded, (batch, tiles, WARPGROUPS, heads, tokens)).reshape(
-        batch, tiles, WARPGROUPS, bits.ROWS
+    ).reshape(batch, tiles, parts, 1, tokens)
+    return jnp.broadcast_to(padded, (batch, tiles, parts, heads, tokens)).reshape(
+        batch, tiles, parts, bits.ROWS
     )
 
 
@@ -82,7 +88,7 @@ class _Arrays(NamedTuple):
     q: Any  # [B, T, H, C]
     pages: Any  # [L N 2 K, P, C]
     table: Any  # [B, n] int32
-    positions: Any  # [B, tiles, WARPGROUPS, ROWS] int32
+    positions: Any  # [B, tiles, parts, ROWS] int32
     limits: Any  # [B, tiles, 5] int32
     layer: Any  # [1] int32
     sinks: Any  # [K * group / heads, ROWS] f32, or None
@@ -91,11 +97,12 @@ class _Arrays(NamedTuple):
 class _Shared(NamedTuple):
     """Shared memory of a CTA, and its barriers."""
 
-    q: Any  # [query_buffers, WARPGROUPS, ROWS, C]
+    q: Any  # [query_buffers, WARPGROUPS, ROWS, C]; one, not WARPGROUPS, of wide heads
+    out: Any  # [query_buffers, WARPGROUPS, ROWS, C / 2] of wide heads, where queries lie; else None
     k: Any  # [stages, BLOCK, C]
     v: Any  # [stages, BLOCK, C]
     weights: Any  # [WARPGROUPS, ROWS, BLOCK], if interpreted: else weights stay in registers
-    q_filled: Any  # [query_buffers * WARPGROUPS]
+    q_filled: Any  # [query_buffers * WARPGROUPS], or [query_buffers]
     k_filled: Any  # [stages]
     v_filled: Any  # [stages]
     q_free: Any  # [query_buffers]
@@ -135,6 +142,26 @@ class _Plan:
     dtype: jnp.dtype
     config: PrefillConfig
     is_interpreted: bool
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the warpgroups of a CTA share rows, and each has half of the channels."""
+        return self.channels > bits.SPAN_CHANNELS
+
+    @property
+    def parts(self) -> int:
+        """Sets of 64 rows of a tile."""
+        return 1 if self.is_wide else WARPGROUPS
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output of a warpgroup."""
+        return self.channels // WARPGROUPS if self.is_wide else self.channels
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Pages of keys and of values in flight."""
+        return (2, 1) if self.is_wide else (self.config.num_stages,) * 2
 
     @property
     def head_groups(self) -> int:
@@ -188,14 +215,25 @@ class _Cta:
     @property
     def keys(self) -> Ring:
         """Who may touch the slots of keys."""
-        shared, num_slots = self.shared, self.plan.config.num_stages
+        shared, num_slots = self.shared, self.plan.stages[0]
         return Ring(full=shared.k_filled, empty=shared.k_free, num_slots=num_slots)
 
     @property
     def values(self) -> Ring:
         """Who may touch the slots of values."""
-        shared, num_slots = self.shared, self.plan.config.num_stages
+        shared, num_slots = self.shared, self.plan.stages[1]
         return Ring(full=shared.v_filled, empty=shared.v_free, num_slots=num_slots)
+
+    @property
+    def part(self):
+        """Which of the tile's sets of rows this warpgroup has."""
+        return 0 if self.plan.is_wide else self.wg
+
+    @property
+    def channels(self):
+        """Which channels of the output this warpgroup has."""
+        first = self.wg * self.plan.out_channels if self.plan.is_wide else 0
+        return pl.ds(first, self.plan.out_channels)
 
     def run(self) -> None:
         """All warpgroups; which one it is decides what it does."""
@@ -243,23 +281,22 @@ class _Cta:
         def _q_is_free():
             plgpu.barrier_wait(shared.q_free.at[buffer])
 
-        for w in range(WARPGROUPS):
-            first_token = tile * (WARPGROUPS * plan.tokens) + w * plan.tokens
+        for w in range(plan.parts):
+            first_token = (tile * plan.parts + w) * plan.tokens
             for h in range(plan.heads):
                 head = head_group * plan.heads + h
                 plgpu.copy_gmem_to_smem(
                     self.arrays.q.at[seq, pl.ds(first_token, plan.tokens), head],
                     shared.q.at[buffer, w, pl.ds(h * plan.tokens, plan.tokens)],
-                    shared.q_filled.at[buffer * WARPGROUPS + w],
+                    shared.q_filled.at[buffer * plan.parts + w],
                 )
 
     def load_page(self, step, first_page, seq, j, kv_head) -> None:
         """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
         plan, shared = self.plan, self.shared
-        slot = self.keys.slot(step)
         page = first_page + self.arrays.table[seq, j]
         for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
-            ring.claim(step)
+            slot = ring.claim(step)
             plgpu.copy_gmem_to_smem(
                 self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
                 smem.at[slot],
@@ -279,14 +316,14 @@ class _Cta:
         """The tile of a turn; `base` blocks came before it, and so many have come after it."""
         plan, shared, math = self.plan, self.shared, self.plan.math
         tile, seq, head_group = plan.locate(turn)
-        first_token = tile * (WARPGROUPS * plan.tokens) + self.wg * plan.tokens
+        first_token = (tile * plan.parts + self.part) * plan.tokens
         limits = tuple(self.arrays.limits[seq, tile, i] for i in range(5))
         row_pos = plgpu.load(
-            self.arrays.positions.at[seq, tile, self.wg], layout=math.row_layout, optimized=False
+            self.arrays.positions.at[seq, tile, self.part], layout=math.row_layout, optimized=False
         )
         buffer = lax.rem(turn, jnp.int32(plan.config.query_buffers))
-        query = shared.q.at[buffer, self.wg]
-        plgpu.barrier_wait(shared.q_filled.at[buffer * WARPGROUPS + self.wg])
+        query = shared.q.at[buffer, self.part]
+        plgpu.barrier_wait(shared.q_filled.at[buffer * plan.parts + self.part])
         out, m, weight_sum = _Tile(
             cta=self, base=base, limits=limits, row_pos=row_pos, query=query
         ).attend()
@@ -295,7 +332,10 @@ class _Cta:
                 self.arrays.sinks.at[head_group], layout=math.row_layout, optimized=False
             )
             out, weight_sum = math.merge_sinks(out, m, weight_sum, sinks)
-        query[...] = math.finish(out, weight_sum, row_pos >= 0, plan.dtype)
+        # WHY: no warpgroup of wide heads still reads the queries: the last turn at the tensor core
+        # was for values, and came when the other one had its last scores.
+        kept = shared.out.at[buffer, self.wg] if plan.is_wide else query
+        kept[...] = math.finish(out, weight_sum, row_pos >= 0, plan.dtype)
         plgpu.commit_smem()
 
         # WHY: TMA leaves out what is behind the end of an axis, but not where the axis is one tile
@@ -306,8 +346,8 @@ class _Cta:
             for h in range(plan.heads):
                 head = head_group * plan.heads + h
                 plgpu.copy_smem_to_gmem(
-                    query.at[pl.ds(h * plan.tokens, plan.tokens)],
-                    self.out_gmem.at[seq, pl.ds(first_token, plan.tokens), head],
+                    kept.at[pl.ds(h * plan.tokens, plan.tokens)],
+                    self.out_gmem.at[seq, pl.ds(first_token, plan.tokens), head, self.channels],
                 )
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -349,7 +389,7 @@ class _Tile:
         """The state of all splits."""
         plan, math = self.cta.plan, self.cta.plan.math
         empty = (
-            math.full((bits.ROWS, plan.channels), 0.0),
+            math.full((bits.ROWS, plan.out_channels), 0.0),
             math.full((bits.ROWS,), bits.EMPTY_MAX),
             math.full((bits.ROWS,), 0.0),
         )
@@ -373,6 +413,8 @@ class _Tile:
         step = self.step(j)
         scores, outer = self.scores(j, step, state, outer)
         cta.keys.release(step)
+        capped, scale = math.scaling(cta.plan.channels, cta.plan.config.softcap)
+        scores = capped(scores)
         if is_masked:
             scores = math.mask(scores, self.row_pos, j * bits.BLOCK, cta.plan.window)
         out, m, weight_sum = state
@@ -380,7 +422,6 @@ class _Tile:
         starts = lax.rem(j, per_split) == 0
         m = math.choose(starts, math.full((bits.ROWS,), bits.EMPTY_MAX), m)
         weight_sum = math.choose(starts, math.full((bits.ROWS,), 0.0), weight_sum)
-        scale = score_scale(cta.plan.channels)
         m, weight_sum, decay, weights = math.softmax_step(scores, m, weight_sum, scale)
         weights_smem = cta.shared.weights.at[cta.wg] if cta.plan.is_interpreted else None
         weights = bits.operand(weights, cta.plan.dtype, weights_smem)
@@ -394,7 +435,7 @@ class _Tile:
         per_split = jnp.int32(self.cta.plan.config.blocks_per_split)
 
         def issue(acc):
-            plgpu.wgmma(acc, self.query, shared.k.at[slot].T)
+            bits.multiply_keys(acc, self.query, shared.k.at[slot])
             plgpu.barrier_arrive(shared.turn)
             # WHY: here the other warpgroup has the tensor cores; folding before this block's scores
             # were issued took 0.901 ms against 0.876, 8192 tokens.
@@ -408,12 +449,13 @@ class _Tile:
     def add_values(self, j, step, out, decay, weights, *, is_masked: bool):
         """The output of a split with the values of a block."""
         cta, math, last = self.cta, self.cta.plan.math, self.limits[LAST]
-        v = cta.shared.v.at[cta.values.wait(step)]
+        page = cta.shared.v.at[cta.values.wait(step)]
+        v = page.at[:, cta.channels] if cta.plan.is_wide else page
         if is_masked:
 
             @pl.when((j + 1) * bits.BLOCK - 1 > last)
             def _clear():
-                bits.clear_unwritten(v, j * bits.BLOCK, last, math)
+                bits.clear_unwritten(page, j * bits.BLOCK, last, math)
 
         plgpu.barrier_wait(cta.shared.turn)
 
@@ -428,25 +470,34 @@ class _Tile:
 
 
 def _shared_types(plan: _Plan) -> _Shared:
-    config, out_shape = plan.config, (bits.ROWS, plan.channels)
+    config, rows_shape = plan.config, (bits.ROWS, plan.channels)
     swizzled = bits.swizzled(bits.channel_span(plan.channels))
-    kv_shape = (config.num_stages, bits.BLOCK, plan.channels)
-    kv = plgpu.SMEM(kv_shape, plan.dtype, transforms=swizzled)
-    filled = plgpu.Barrier(num_barriers=config.num_stages)
-    freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
-    buffers = config.query_buffers
+
+    def pages(num_slots: int):
+        shape = (num_slots, bits.BLOCK, plan.channels)
+        return plgpu.SMEM(shape, plan.dtype, transforms=swizzled)
+
+    def freed(num_slots: int):
+        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=num_slots)
+
+    buffers, (of_keys, of_values) = config.query_buffers, plan.stages
     weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
+    q = plgpu.SMEM((buffers, plan.parts, *rows_shape), plan.dtype, transforms=swizzled)
+    if plan.is_wide:
+        kept = (buffers, WARPGROUPS, bits.ROWS, plan.out_channels)
+        q = plgpu.RefUnion(q, plgpu.SMEM(kept, plan.dtype, transforms=swizzled))
     return _Shared(
-        q=plgpu.SMEM((buffers, WARPGROUPS, *out_shape), plan.dtype, transforms=swizzled),
-        k=kv,
-        v=kv,
+        q=q,
+        out=None,
+        k=pages(of_keys),
+        v=pages(of_values),
         weights=weights if plan.is_interpreted else None,
-        q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=WARPGROUPS * buffers),
-        k_filled=filled,
-        v_filled=filled,
+        q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=plan.parts * buffers),
+        k_filled=plgpu.Barrier(num_barriers=of_keys),
+        v_filled=plgpu.Barrier(num_barriers=of_values),
         q_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=buffers),
-        k_free=freed,
-        v_free=freed,
+        k_free=freed(of_keys),
+        v_free=freed(of_values),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
 
@@ -465,7 +516,8 @@ def prefill(
     if pad:
         q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
         positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
-    row_positions = _tile_positions(positions, tokens, heads)
+    is_wide = channels > bits.SPAN_CHANNELS
+    row_positions = _tile_positions(positions, tokens, heads, 1 if is_wide else WARPGROUPS)
     limits = _tile_limits(row_positions, window)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(-1, heads), tokens, axis=1)
@@ -476,6 +528,9 @@ def prefill(
     )  # fmt: skip
 
     def body(arrays: _Arrays, out_gmem, shared: _Shared):
+        if is_wide:
+            q, kept = shared.q
+            shared = shared._replace(q=q, out=kept)
         cta = _Cta(
             plan=plan, arrays=arrays, out_gmem=out_gmem, shared=shared, wg=lax.axis_index("wg")
         )

@@ -25,7 +25,7 @@ def route(
     `s[m] = tree(p[m])`, or with `renormalise` `s[m] = p[m, ids[m, 0]] + p[m, ids[m, 1]] + ...`
 
     Args:
-        logits: Of every expert of the model, and of a router's padding (`params.ROUTER_BLOCK`),
+        logits: Of every expert of the model, and of a router's padding (`params.PRODUCT_BLOCK`),
             whose columns come last and are not read.
         num_experts: Of the model, U.
         top_k: Experts of a row, Q.

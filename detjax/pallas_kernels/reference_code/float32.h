@@ -98,6 +98,13 @@ DETJAX_INLINE float div_full(float a, float b) {
   return rcp(b) * a;
 }
 
+// cap * tanh(y), exponent x = 2 log2(e) y. Beyond 2^120 the reciprocal leaves the cap as it is.
+DETJAX_INLINE float soft_cap(float x, float exponent, float cap) {
+  float power = ex2(x * exponent);
+  float share = power > 1.329227995784915873e36f ? 0.0f : rcp(power + 1.0f);
+  return fma(share, -2.0f * cap, cap);
+}
+
 // libdevice's expf.
 DETJAX_INLINE float exp(float x) {
   float t = fma(x, float_of(0x3bbb989du), 0.5f);

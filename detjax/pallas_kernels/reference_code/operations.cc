@@ -231,6 +231,16 @@ ffi::Error sigmoid_gate(ffi::ThreadPool pool, In heads, In gate, Out out) {
   return ffi::Error::Success();
 }
 
+// out = cap * tanh(x * exponent / (2 log2(e)))
+ffi::Error softcap(ffi::ThreadPool pool, In x, Out out, float exponent, float cap) {
+  const int64_t width = dim(x, 1);
+  parallel_pieces(pool, dim(x, 0), width, kPiece, [&](int64_t m, int64_t first, int64_t end) {
+    for (int64_t at = m * width + first; at < m * width + end; ++at)
+      data<float>(out)[at] = soft_cap(data<float>(x)[at], exponent, cap);
+  });
+  return ffi::Error::Success();
+}
+
 // out[m, c] = round((x[m, c] * rsqrt(sum / C + eps)) * gain[c] * (z / (1 + exp(-z))))
 ffi::Error gated_rms_norm(ffi::ThreadPool pool, In x, In z, In gain, Out out, float eps,
                           int64_t vec_len, int64_t lanes, int64_t num_parts) {
@@ -263,7 +273,7 @@ struct Attention {
   T* out;
   int64_t query_len, heads, channels, kv_heads, num_pages, table_len, layer;
   int64_t window, blocks_per_split;  // a window of 0 sees all
-  float scale;
+  float scale, cap_exponent, cap;  // a cap of 0 is none
 
   int64_t group() const { return heads / kv_heads; }
   const T* page(int64_t sequence, int64_t block, int half, int64_t kv_head) const {
@@ -478,6 +488,7 @@ struct AttentionRows {
     for (int j = 0; j < kBlock; ++j) {
       int64_t key = block * kBlock + j;
       if (key > position[r] || key < earliest(r)) s[j] = -kInfinity;
+      else if (it.cap > 0.0f) s[j] = soft_cap(s[j], it.cap_exponent, it.cap);
       largest = max_nan(largest, s[j]);
     }
     float before = state.maximum[r], now = max_nan(before, largest * it.scale);
@@ -561,10 +572,12 @@ struct AttentionRows {
 // q [B, T, H, C], pages [L, N, 2, K, P, C], table [B, n], positions [B, T], layer [1].
 template <class T, class Products>
 void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, In& layer, In& sinks,
-            Out& out, int64_t window, int64_t blocks_per_split, float scale) {
+            Out& out, int64_t window, int64_t blocks_per_split, float scale, float cap_exponent,
+            float cap) {
   Attention<T> it{data<T>(q), data<T>(pages), data<int32_t>(table), data<int32_t>(positions),
                   sinks.element_count() ? data<float>(sinks) : nullptr, data<T>(out), dim(q, 1), dim(q, 2), dim(q, 3), dim(pages, 3), dim(pages, 1),
-                  dim(table, 1), data<int32_t>(layer)[0], window, blocks_per_split, scale};
+                  dim(table, 1), data<int32_t>(layer)[0], window, blocks_per_split, scale,
+                  cap_exponent, cap};
   const int64_t rows = it.query_len * it.group();
   const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   parallel(pool, dim(q, 0) * it.kv_heads * parts, [&](int64_t job) {
@@ -576,9 +589,11 @@ void attend(ffi::ThreadPool& pool, In& q, In& pages, In& table, In& positions, I
 }
 
 ffi::Error attention(ffi::ThreadPool pool, In q, In pages, In table, In positions, In layer,
-                     In sinks, Out out, int64_t window, int64_t blocks_per_split, float scale) {
+                     In sinks, Out out, int64_t window, int64_t blocks_per_split, float scale,
+                     float cap_exponent, float cap) {
   auto run = is_bf16(q) ? attend<uint16_t, Products> : attend<float, PartProducts>;
-  run(pool, q, pages, table, positions, layer, sinks, out, window, blocks_per_split, scale);
+  run(pool, q, pages, table, positions, layer, sinks, out, window, blocks_per_split, scale,
+      cap_exponent, cap);
   return ffi::Error::Success();
 }
 
@@ -820,6 +835,8 @@ DETJAX_EXPORT(geglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("li
 DETJAX_EXPORT(swiglu, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("alpha")
               .Attr<float>("limit").Attr<float>("shift"));
 DETJAX_EXPORT(sigmoid_gate, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(softcap, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Attr<float>("exponent")
+              .Attr<float>("cap"));
 DETJAX_EXPORT(gated_rms_norm, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
               .Attr<float>("eps").Attr<int64_t>("vec_len").Attr<int64_t>("lanes")
               .Attr<int64_t>("num_parts"));
@@ -828,7 +845,7 @@ DETJAX_EXPORT(delta_rule, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ar
               .Attr<float>("eps").Attr<float>("scale"));
 DETJAX_EXPORT(attention, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>().Attr<int64_t>("window").Attr<int64_t>("blocks_per_split")
-              .Attr<float>("scale"));
+              .Attr<float>("scale").Attr<float>("cap_exponent").Attr<float>("cap"));
 DETJAX_EXPORT(block_stats, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(log_sum_exp, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(log_probs, ffi::Ffi::Bind().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());

@@ -18,9 +18,6 @@ def softcap(
         cap: What magnitudes stay below; above 0.
         backend: Which implementation runs.
 
-    Raises:
-        NotImplementedError: On sm90.
-
     Numerics:
         Elementwise in float32; tanh is the backend's.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.

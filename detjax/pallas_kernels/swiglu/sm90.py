@@ -129,31 +129,55 @@ def gate_columns(gate_up, up, gating: Gating, *, name: str, interpret: bool) -> 
     Raises:
         ValueError: If F is under 128 or no multiple of 4.
     """
-    num_rows = gate_up.shape[0]
     width = gate_up.shape[1] // (2 if up is None else 1)
     if up is None and gate_up.shape[1] % 2:
         raise ValueError(f"a fused gate and up must have an even width, not {gate_up.shape[1]}")
+
+    def load(refs, row, first, size, math: rows.Arithmetic):
+        gate_gmem, *up_gmem = refs
+        g = math.load(gate_gmem.at[row, pl.ds(first, size)])
+        if up_gmem:
+            return g, math.load(up_gmem[0].at[row, pl.ds(first, size)])
+        return g, math.load(gate_gmem.at[row, pl.ds(width + first, size)])
+
+    operands = (gate_up,) if up is None else (gate_up, up)
+    return _over_pieces(operands, width, load, gating, name=name, interpret=interpret)
+
+
+def map_columns(x, function: Callable, *, name: str, interpret: bool) -> jax.Array:
+    """`function(x, math)` in float32, rounded once to the dtype of `x` [M, F]: the same pass.
+
+    Raises:
+        ValueError: If F is under 128 or no multiple of 4.
+    """
+
+    def load(refs, row, first, size, math: rows.Arithmetic):
+        return (math.load(refs[0].at[row, pl.ds(first, size)]),)
+
+    return _over_pieces((x,), x.shape[1], load, function, name=name, interpret=interpret)
+
+
+def _over_pieces(
+    operands: tuple, width: int, load: Callable, function: Callable, *, name: str, interpret: bool
+) -> jax.Array:
+    num_rows, dtype = operands[0].shape[0], operands[0].dtype
     size, vec_len = _piece(width)
     math = rows.strided(size, vec_len, interpret)
 
-    def body(gate_gmem, *refs):
-        *up_gmem, out_gmem = refs
+    def body(*refs):
+        *in_gmem, out_gmem = refs
         row = lax.axis_index("row")
         # The last piece starts early instead of ending late: some columns are written twice, alike.
         first = jnp.minimum(lax.axis_index("piece") * size, width - size)
         first = pl.multiple_of(first, 8 if width % 8 == 0 else 4)
-        g = math.load(gate_gmem.at[row, pl.ds(first, size)])
-        if up_gmem:
-            u = math.load(up_gmem[0].at[row, pl.ds(first, size)])
-        else:
-            u = math.load(gate_gmem.at[row, pl.ds(width + first, size)])
-        out = gating(g.astype(jnp.float32), u.astype(jnp.float32), math)
-        out_gmem[row, pl.ds(first, size)] = out.astype(gate_up.dtype)
+        loaded = load(in_gmem, row, first, size, math)
+        out = function(*(x.astype(jnp.float32) for x in loaded), math)
+        out_gmem[row, pl.ds(first, size)] = out.astype(dtype)
 
     return rows.run_kernel(
         body,
-        (gate_up,) if up is None else (gate_up, up),
-        out=jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
+        operands,
+        out=jax.ShapeDtypeStruct((num_rows, width), dtype),
         grid={"piece": pl.cdiv(width, size), "row": num_rows},
         name=name,
         is_interpreted=interpret,
