@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.float8_cache import holds_float8, widened_pages
 from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
@@ -32,6 +33,8 @@ def attention(
             f"attention of the reference backend has no soft cap on scores ({softcap=}); use "
             "portable"
         )
+    if holds_float8(place.pages):
+        place = widened_pages(place, q.dtype)
     pages, page_table, positions, layer = place
     channels = q.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:
