@@ -26,6 +26,7 @@ from detjax.pallas_kernels.attention.sm90_decode_listed import (
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, attend_spread
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
+from detjax.pallas_kernels.float8_cache import holds_float8
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
@@ -122,10 +123,10 @@ def attention(
         config = decode_config(
             batch=q.shape[0], query_len=q.shape[1], kv_heads=pages.shape[3], group=group,
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
-            has_sinks=sinks is not None,
+            has_sinks=sinks is not None, reads_float8=holds_float8(pages),
         )  # fmt: skip
         return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
-    config = PrefillConfig(blocks_per_split=per_split)
+    config = PrefillConfig(blocks_per_split=per_split, reads_float8=holds_float8(pages))
     return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 
@@ -155,7 +156,7 @@ def rope_attention(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=place.page_table.shape[1],
             per_split=profile.attention_split // profile.attention_block, is_new=True,
-            has_sinks=sinks is not None,
+            has_sinks=sinks is not None, reads_float8=holds_float8(pages),
         )  # fmt: skip
         return decode_new_token(
             qkv, rotation, place, prefetch if config.prefetched else None, sinks,
@@ -178,6 +179,7 @@ def decode_config(
     per_split: int,
     is_new: bool = False,
     has_sinks: bool = False,
+    reads_float8: bool = False,
 ) -> DecodeConfig:
     """How decode spreads its work: for speed alone.
 
@@ -203,6 +205,7 @@ def decode_config(
             cluster *= 2
     # A CTA a block, as long as there is one for each at once.
     spread = SPREAD_SPLITS and is_new and bool(cluster) and per_split == SPREAD
+    spread = spread and not reads_float8
     spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
     if spread := spread and SPREAD * pairs <= MOST_CTAS:
         cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
@@ -221,6 +224,7 @@ def decode_config(
         spread=spread,
         scores_ahead=query_len == 1 and not (whole or spread or num_compute > 1),
         keys_at_once=KEYS_AT_ONCE,
+        reads_float8=reads_float8,
         prefetched=PREFETCHED if spread else PREFETCHED_BEHIND if is_new and cluster > 1 else 0,
     )
 
@@ -332,7 +336,8 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
 
 def _check(x, pages, profile: NumericsProfile) -> None:
     """Refuse what the kernels do not do; the last axis of `x` is channels."""
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != x.dtype:
+    is_float8 = holds_float8(pages) and x.dtype == jnp.bfloat16
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != x.dtype and not is_float8:
         raise NotImplementedError(
             f"attention on sm90 is bfloat16 or float32, not {x.dtype} with {pages.dtype}"
         )

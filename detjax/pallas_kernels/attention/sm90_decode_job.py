@@ -12,12 +12,17 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_float8_pages import PIECE, pieces_that_fit
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 
 STAGES = {1: 5, 2: 3}
 """Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
+WIDE_STAGES = {1: 3, 2: 2}
+"""Pages that are widened from float8, likewise."""
+CODE_BYTES = {1: 64 << 10, 2: 32 << 10}
+"""Bytes of float8 in flight, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,7 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
+        reads_float8: Whether pages are float8, which the loading warpgroup widens. Not with `spread`.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -58,6 +64,7 @@ class DecodeConfig:
     spread: bool = False
     keys_at_once: int = bits.BLOCK
     prefetched: int = 0
+    reads_float8: bool = False
     blocks_per_split: int = 4
 
 
@@ -106,7 +113,15 @@ class Job:
     @property
     def num_slots(self) -> int:
         """Pages of keys or values in flight, for each warpgroup that computes."""
-        return self.config.stages or STAGES[self.config.num_compute]
+        stages = WIDE_STAGES if self.config.reads_float8 else STAGES
+        return self.config.stages or stages[self.config.num_compute]
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of float8 in flight, for each warpgroup that computes; 0 of other pages."""
+        if not self.config.reads_float8:
+            return 0
+        return pieces_that_fit(CODE_BYTES[self.config.num_compute], self.channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +157,7 @@ class RunSlots(NamedTuple):
     kept_results: list  # what the schedule keeps there
     weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
     kept: Any  # [num_compute, 2, C], of new tokens
+    codes: Any  # [pieces, PIECE, C] uint8, of pages of float8
 
 
 class RunBarriers(NamedTuple):
@@ -152,6 +168,7 @@ class RunBarriers(NamedTuple):
     q_free: Any  # [2]
     free: Any  # [slots]
     own: Any  # the schedule's own, or None
+    codes_filled: Any  # [pieces]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,11 +338,15 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
     of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (2, num_slots))
     weights = weights if job.is_interpreted else None
+    codes = codes_filled = None
+    if num_pieces := num_compute * job.num_pieces:
+        codes = plgpu.SMEM((num_pieces, PIECE, job.channels), jnp.uint8)
+        codes_filled = plgpu.Barrier(num_barriers=num_pieces)
     return _Shared(
-        RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept),
+        RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept, codes=codes),
         RunBarriers(
             q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
-            own=schedule.barrier,
+            own=schedule.barrier, codes_filled=codes_filled,
         ),
     )  # fmt: skip
 

@@ -16,7 +16,9 @@ from jaxlib.mlir.dialects import llvm
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.float8_cache import holds_float8, narrowed, widened
 from detjax.pallas_kernels.rope import sm90 as rope
+from detjax.pallas_kernels.sm90_float8 import float8_values, rounded_pair
 from detjax.pallas_kernels.sm90_hardware import SPAN
 
 
@@ -148,9 +150,10 @@ class NewToken:
         for its own write nor races with it: TMA reads through another proxy.
         """
         kept, row = self.kept(kept_smem, half), page_gmem.at[offset]
+        is_float8 = holds_float8(page_gmem)
         if self.is_interpreted:
-            page_smem[offset] = kept[...]
-            row[...] = kept[...]
+            row[...] = narrowed(kept[...]) if is_float8 else kept[...]
+            page_smem[offset] = widened(row[...], kept.dtype)
             return
 
         @plgpu.inline_mgpu(
@@ -164,9 +167,11 @@ class NewToken:
             thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
             channel = arith.remui(thread, _index(self.channels))
             offset = arith.index_cast(ir.IndexType.get(), offset.registers.item())
-            value = memref.load(source, [channel])
+            value = stored = memref.load(source, [channel])
+            if is_float8:
+                value, stored = _rounded(value)
             llvm.store(value, _swizzled_pointer(page, offset, channel))
-            memref.store(value, row, [channel])
+            llvm.store(stored, _at(row, channel))
 
         emit(kept, page_smem, row, offset)
         plgpu.commit_smem()
@@ -176,6 +181,13 @@ def _elements(x):
     """Row, column and register of what a thread holds of an array."""
     places = x.layout.thread_idxs(x.shape)
     return [(*place, register) for place, register in zip(places, x.registers.flat, strict=True)]
+
+
+def _rounded(value) -> tuple:
+    """A bfloat16 as the float8 that is stored of it: widened again, and its bits."""
+    bits_of_float8 = rounded_pair(arith.extf(ir.F32Type.get(), value), mgpu.c(0.0, ir.F32Type.get()))
+    wide = arith.trunci(ptx.int_type(16), float8_values(bits_of_float8)[0])
+    return arith.bitcast(value.type, wide), arith.trunci(ptx.int_type(8), bits_of_float8)
 
 
 def _index(value: int):

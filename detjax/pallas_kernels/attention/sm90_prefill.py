@@ -12,11 +12,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_float8_pages import (
+    PIECE,
+    PIECES,
+    Widening,
+    pieces_that_fit,
+)
 from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
+COMPUTE_REGISTERS, LOAD_REGISTERS = {False: 240, True: 232}, {False: 24, True: 40}
+"""Of a thread, by whether the warpgroup that loads widens."""
+CODE_BYTES = 64 << 10  # of float8 in flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +36,14 @@ class PrefillConfig:
         num_stages: Pages of keys, and of values, in flight.
         query_buffers: Query tiles in shared memory; 2 lets the next one load during this one.
         num_ctas: Most CTAs; each then takes several tiles in turn. 0 for a CTA a tile.
+        reads_float8: Whether pages are float8, which the loading warpgroup widens.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
     num_stages: int = 2
     query_buffers: int = 1
     num_ctas: int = 0
+    reads_float8: bool = False
     blocks_per_split: int = 4
 
 
@@ -102,6 +113,8 @@ class _Shared(NamedTuple):
     k_free: Any  # [stages]
     v_free: Any  # [stages]
     turn: Any  # whose turn at the tensor core it is
+    codes: Any  # [pieces, PIECE, C] uint8, of pages of float8
+    codes_filled: Any  # [pieces]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,23 +226,42 @@ class _Cta:
         """Queries, keys and values of all turns."""
         plan, shared = self.plan, self.shared
         if not plan.is_interpreted:
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(
+                LOAD_REGISTERS[plan.config.reads_float8], action="decrease"
+            )
         first_page = self.arrays.layer[0] * plan.num_pages
+        widening = self.widening() if plan.config.reads_float8 else None
 
-        def one_tile(turn, base):
+        def one_tile(turn, carry):
+            base, done = carry
             tile, seq, head_group = plan.locate(turn)
             kv_head = lax.div(head_group * plan.heads, jnp.int32(plan.group))
+            if widening is not None:  # queries are free once the pages of older tiles are used
+                done = widening.widen_all(2 * PIECES * base, done)
             self.load_queries(turn, tile, seq, head_group)
-            first, end = (self.arrays.limits[seq, tile, i] for i in (FIRST, END))
+            first, end, last = (self.arrays.limits[seq, tile, i] for i in (FIRST, END, LAST))
 
-            def one_page(j, _):
-                self.load_page(base + j - first, first_page, seq, j, kv_head)
-                return 0
+            def one_page(j, done):
+                step, page = base + j - first, first_page + self.arrays.table[seq, j]
+                pages = [
+                    self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head]
+                    for half in range(2)
+                ]
+                if widening is None:
+                    self.load_page(step, pages)
+                    return done
+                for half, page_gmem in enumerate(pages):
+                    number, num_written = PIECES * (2 * step + half), last + 1 - j * bits.BLOCK
+                    done = widening.ask(number, done, page_gmem, num_written)
+                return done
 
-            lax.fori_loop(first, end, one_page, 0)
-            return base + (end - first)
+            done = lax.fori_loop(first, end, one_page, done)
+            return base + (end - first), done
 
-        total = lax.fori_loop(0, plan.num_turns(), one_tile, jnp.int32(0))
+        zero = jnp.int32(0)
+        total, done = lax.fori_loop(0, plan.num_turns(), one_tile, (zero, zero))
+        if widening is not None:
+            widening.widen_all(2 * PIECES * total, done)
         used = (shared.q_free, plan.num_turns()), (shared.k_free, total), (shared.v_free, total)
         for free, num_used in used:
             bits.drain(free, num_used)
@@ -253,25 +285,48 @@ class _Cta:
                     shared.q_filled.at[buffer * WARPGROUPS + w],
                 )
 
-    def load_page(self, step, first_page, seq, j, kv_head) -> None:
-        """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
-        plan, shared = self.plan, self.shared
+    @property
+    def halves(self) -> tuple:
+        """The rings of keys and of values, and their slots."""
+        return (self.keys, self.shared.k), (self.values, self.shared.v)
+
+    def load_page(self, step, pages_gmem: list) -> None:
+        """A page of keys and one of values, those of the `step`-th block of the CTA."""
         slot = self.keys.slot(step)
-        page = first_page + self.arrays.table[seq, j]
-        for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
+        for page_gmem, (ring, smem) in zip(pages_gmem, self.halves, strict=True):
             ring.claim(step)
-            plgpu.copy_gmem_to_smem(
-                self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
-                smem.at[slot],
-                ring.full.at[slot],
-            )
+            plgpu.copy_gmem_to_smem(page_gmem, smem.at[slot], ring.full.at[slot])
+
+    def widening(self) -> Widening:
+        """How pages of float8 become those that `load_page` loads."""
+        plan, shared = self.plan, self.shared
+
+        def with_page(number, fill):
+            step = lax.div(number, jnp.int32(2))
+            slot = self.keys.slot(step)
+            for half, (ring, smem) in enumerate(self.halves):
+
+                @pl.when(lax.rem(number, jnp.int32(2)) == half)
+                def _fill(ring=ring, smem=smem):
+                    def claim():
+                        ring.claim(step)
+
+                    fill(smem.at[slot], ring.full.at[slot], claim)
+
+        return Widening(
+            codes=shared.codes, filled=shared.codes_filled, first=jnp.int32(0),
+            num_slots=pieces_that_fit(CODE_BYTES, plan.channels), with_page=with_page,
+            is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
 
     # -------------------------------------------------------------- the warpgroups that compute
 
     def compute(self) -> None:
         """The rows of this warpgroup in all turns."""
         if not self.plan.is_interpreted:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(
+                COMPUTE_REGISTERS[self.plan.config.reads_float8], action="increase"
+            )
         lax.fori_loop(0, self.plan.num_turns(), self.one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
@@ -436,6 +491,11 @@ def _shared_types(plan: _Plan) -> _Shared:
     freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
     buffers = config.query_buffers
     weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
+    codes = codes_filled = None
+    if config.reads_float8:
+        num_pieces = pieces_that_fit(CODE_BYTES, plan.channels)
+        codes = plgpu.SMEM((num_pieces, PIECE, plan.channels), jnp.uint8)
+        codes_filled = plgpu.Barrier(num_barriers=num_pieces)
     return _Shared(
         q=plgpu.SMEM((buffers, WARPGROUPS, *out_shape), plan.dtype, transforms=swizzled),
         k=kv,
@@ -448,6 +508,8 @@ def _shared_types(plan: _Plan) -> _Shared:
         k_free=freed,
         v_free=freed,
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        codes=codes,
+        codes_filled=codes_filled,
     )
 
 
