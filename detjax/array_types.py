@@ -37,7 +37,7 @@ says M, N and K as BLAS does: rows, outputs (`O`) and inputs (`I`).
 from typing import TYPE_CHECKING
 
 from jax import Array
-from jaxtyping import AbstractDtype, BFloat16, Bool, Float32, Int32, UInt8, UInt32
+from jaxtyping import AbstractDtype, BFloat16, Bool, Float32, Int32, UInt32
 
 if TYPE_CHECKING:
     # What jaxtyping does for its own dtypes: a type checker sees the array type alone.
@@ -56,4 +56,13 @@ else:
         dtypes = ["bfloat16", "float32", "uint8"]
 
 
-__all__ = ["Activation", "Array", "BFloat16", "Bool", "Cached", "Float32", "Int32", "UInt8", "UInt32"]
+__all__ = [
+    "Activation",
+    "Array",
+    "BFloat16",
+    "Bool",
+    "Cached",
+    "Float32",
+    "Int32",
+    "UInt32",
+]

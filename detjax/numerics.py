@@ -92,7 +92,7 @@ class NumericsProfile:
                 "products; use --dtype bfloat16 or --compute float32"
             )
         if kv_cache_dtype_of(self.kv_cache_dtype) != self.kv_cache_dtype:
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} is {FP8_CACHE!r} in a profile")
+            raise ValueError(f"{self.kv_cache_dtype=} must be {FP8_CACHE!r} in a profile")
         if self.has_fp8_cache and self.compute_dtype != "bfloat16":
             raise ValueError(
                 f"kv_cache_dtype={FP8_CACHE!r} does not go with {self.compute_dtype} compute; use "

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from detjax.certify.operands import PRODUCT_KINDS, draw_operands
+from detjax.defaults import FP8_CACHE
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.models.adapters.low_rank import Adapter
@@ -30,6 +31,7 @@ from detjax.models.quantization.quantize import RECIPES, quantize_folder
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
+from detjax.pallas_kernels import float8_cache
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
@@ -61,6 +63,7 @@ from detjax.testing.folders import write_model_folder
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
+FLOAT8_CACHE = NumericsProfile(kv_cache_dtype=FP8_CACHE)
 FAMILY_FOLDERS = (
     "exaone4",
     "gemma3",
@@ -177,6 +180,37 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
                 )
 
             yield f"attention {channels} window {window} queries {query_len}", run
+
+
+def _float8_cache_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Attention over a cache of float8: decode steps of one to eight sequences, and chunks."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for channels, batch, query_len, window in (
+        (128, 1, 1, None), (128, 8, 1, None), (64, 8, 1, None), (128, 2, 5, None),
+        (64, 2, 70, None), (96, 2, 70, 100), (128, 2, 140, None),
+    ):  # fmt: skip
+        heads, kv_heads = 8, 2
+        pages = float8_cache.narrow_rows(bf16(1, 64, 2, kv_heads, 128, channels))
+        table = jnp.asarray(rng.permutation(64)[: 8 * batch].reshape(batch, 8), jnp.int32)
+        starts = np.asarray([800, 5, 0, 127, 128, 511, 512, 640])[:batch]
+        positions = jnp.asarray(starts[:, None] + np.arange(query_len), jnp.int32)
+        angles = rng.uniform(0, 6, (batch * query_len, channels // 2))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        qkv = bf16(batch * query_len, heads + 2 * kv_heads, channels, scale=2.0)
+        gains = bf16(channels), bf16(channels)
+
+        def run(on, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
+                positions=positions, window=window):  # fmt: skip
+            place = CachePlace(pages, table, positions, layer=0)
+            return rope_attention(
+                qkv, Rotation(cos, sin, gains), place,
+                window=window, eps=EPS, profile=FLOAT8_CACHE, backend=on,
+            )  # fmt: skip
+
+        yield f"float8 cache {channels} batch {batch} queries {query_len} window {window}", run
 
 
 def _sink_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
@@ -582,6 +616,7 @@ def operation_cases() -> dict[str, Run]:
             *_eight_bit_scale_cases(np.random.default_rng(11)),
             *_family_row_cases(np.random.default_rng(12)),
             *_linear_attention_cases(np.random.default_rng(13)),
+            *_float8_cache_cases(np.random.default_rng(14)),
         ]
     )
 
@@ -638,6 +673,8 @@ def answer_cases() -> dict[str, AnswerCase]:
     cases = {name: _dummy_case(config) for name, config in configs.items()}
     float32 = dataclasses.replace(PROFILE, compute_dtype="float32")
     cases["float32 activations"] = _dummy_case(configs["head 64, q/k norm"], float32)
+    for name in ("head 64, q/k norm", "experts"):
+        cases[f"float8 cache, {name}"] = _dummy_case(configs[name], FLOAT8_CACHE)
     requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
     requests += adjusted_requests(vocab_size=4096, max_tokens=24)
     cases = {"bundled": AnswerCase(make=_bundled, requests=requests), **cases}

@@ -4,6 +4,8 @@
 Interpreted on a CPU, then on a GPU.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90, sm90_float8_pages, sm90_prefill
-from detjax.pallas_kernels.attention.api import attention, rope_attention
+from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -22,9 +26,12 @@ from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+from detjax.testing.operation_cases import answer_cases, digest_of, operation_cases
 
 PROFILE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
 BF16 = jnp.dtype(jnp.bfloat16)
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "float8_cache_bits.json").read_text())
+"""Digests of the backend `reference`."""
 NOT_A_NUMBER = 0x7F
 """The bits of a float8 that is none, where nobody has written."""
 
@@ -72,9 +79,7 @@ class Sequences:
         return sm90.decode(self.q, place, config=config, is_interpreted=interpret)
 
     def prefilled(self, place: CachePlace, *, interpret: bool, window=None, **options: Any):
-        config = sm90_prefill.PrefillConfig(
-            reads_float8=place.pages.dtype == jnp.uint8, **options
-        )
+        config = sm90_prefill.PrefillConfig(reads_float8=place.pages.dtype == jnp.uint8, **options)
         return sm90_prefill.prefill(
             self.q, place, window=window, config=config, is_interpreted=interpret
         )
@@ -132,8 +137,9 @@ def test_decode_has_the_bits_of_the_same_pages_in_bfloat16(options):
 @pytest.mark.parametrize("options", quick_first(NEW_TOKENS), ids=str)
 def test_new_tokens_are_rounded_before_anything_reads_them(options):
     case = Sequences(CONTEXTS[:3])
-    actual, expected = case.new_tokens(interpret=True, **options), case.new_tokens_apart(
-        interpret=True
+    actual, expected = (
+        case.new_tokens(interpret=True, **options),
+        case.new_tokens_apart(interpret=True),
     )
     assert_bitwise_equal(actual[1], expected[1], claim="what is written")
     assert_bitwise_equal(actual[0], expected[0], claim="what is read")
@@ -201,23 +207,27 @@ class TestOnHopper:
         assert_bitwise_equal(actual[1], expected[1], claim="what is written")
         assert_bitwise_equal(actual[0], expected[0], claim="what is read")
 
-    @pytest.mark.parametrize("channels", [64, 96, 128])
-    def test_sm90_and_the_reference_agree(self, channels):
-        """Prefill and a step of decode of the chosen schedules, output and cache."""
-        for query_len, contexts in ((1, [700, 1, 128, 300]), (70, [200, 70])):
-            case = Sequences(contexts, query_len=query_len, channels=channels)
-            found = [
-                rope_attention(
-                    case.qkv, case.rotation, case.place,
-                    window=None, eps=1e-5, profile=PROFILE, backend=backend,
-                )
-                for backend in (Backend.SM90, Backend.REFERENCE)
-            ]  # fmt: skip
-            written = [np.asarray(pages)[1] for _, pages in found]
-            assert_bitwise_equal(written[0], written[1], claim="what is written")
-            assert_bitwise_equal(
-                np.asarray(found[0][0]), np.asarray(found[1][0]), claim="what is read"
-            )
+    @pytest.mark.parametrize("name", GOLDEN["cases"])
+    def test_bits_are_those_of_the_reference(self, name):
+        """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
+        found = operation_cases()[name](Backend.SM90)
+        assert digest_of(found) == GOLDEN["cases"][name], [np.asarray(x).ravel()[:4] for x in found]
+
+    @pytest.mark.parametrize("name", GOLDEN["answers"])
+    def test_whole_answers_are_those_of_the_reference(self, name):
+        """Together and alone, in large and small chunks."""
+        case = answer_cases()[name]
+        for sizes in ({"batch_size": 8, "prefill_chunk": 256}, {"batch_size": 1}):
+            found = [one.digest() for one in case.answers(Backend.SM90, **sizes)]
+            assert found == GOLDEN["answers"][name], sizes
+
+    def test_drafts_are_verified_against_rounded_keys(self):
+        name = "float8 cache, head 64, q/k norm"
+        case = answer_cases()[name]
+        config = EngineConfig(batch_size=4, prefill_chunk=64, max_len=384, mode="dvr")
+        engine = Engine(case.make(Backend.SM90), config)
+        found = [one.digest() for one in engine.generate(case.requests)]
+        assert found == GOLDEN["answers"][name]
 
     def test_control_a_chunk_that_reads_its_own_unrounded_keys_differs(self):
         case = Sequences([200], query_len=200)

@@ -50,7 +50,7 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
-        reads_float8: Whether pages are float8, which the loading warpgroup widens. Not with `spread`.
+        reads_float8: Whether pages are float8, which loading warpgroups widen. Not with `spread`.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 
@@ -343,7 +343,9 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
         codes = plgpu.SMEM((num_pieces, PIECE, job.channels), jnp.uint8)
         codes_filled = plgpu.Barrier(num_barriers=num_pieces)
     return _Shared(
-        RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept, codes=codes),
+        RunSlots(
+            q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept, codes=codes
+        ),
         RunBarriers(
             q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
             own=schedule.barrier, codes_filled=codes_filled,

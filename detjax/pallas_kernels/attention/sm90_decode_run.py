@@ -29,7 +29,7 @@ from detjax.pallas_kernels.hopper_sums import score_scale
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
-WIDEN_REGISTERS = 24
+WIDEN_REGISTERS = 8
 """What loading warpgroups that widen take of the others' registers."""
 
 

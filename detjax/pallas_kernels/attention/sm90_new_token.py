@@ -185,7 +185,9 @@ def _elements(x):
 
 def _rounded(value) -> tuple:
     """A bfloat16 as the float8 that is stored of it: widened again, and its bits."""
-    bits_of_float8 = rounded_pair(arith.extf(ir.F32Type.get(), value), mgpu.c(0.0, ir.F32Type.get()))
+    bits_of_float8 = rounded_pair(
+        arith.extf(ir.F32Type.get(), value), mgpu.c(0.0, ir.F32Type.get())
+    )
     wide = arith.trunci(ptx.int_type(16), float8_values(bits_of_float8)[0])
     return arith.bitcast(value.type, wide), arith.trunci(ptx.int_type(8), bits_of_float8)
 

@@ -23,8 +23,8 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
-COMPUTE_REGISTERS, LOAD_REGISTERS = {False: 240, True: 232}, {False: 24, True: 40}
-"""Of a thread, by whether the warpgroup that loads widens."""
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, {False: 24, True: 32}
+"""Of a thread; of the warpgroup that loads by whether it widens."""
 CODE_BYTES = 64 << 10  # of float8 in flight
 
 
@@ -226,9 +226,7 @@ class _Cta:
         """Queries, keys and values of all turns."""
         plan, shared = self.plan, self.shared
         if not plan.is_interpreted:
-            plgpu.set_max_registers(
-                LOAD_REGISTERS[plan.config.reads_float8], action="decrease"
-            )
+            plgpu.set_max_registers(LOAD_REGISTERS[plan.config.reads_float8], action="decrease")
         first_page = self.arrays.layer[0] * plan.num_pages
         widening = self.widening() if plan.config.reads_float8 else None
 
@@ -324,9 +322,7 @@ class _Cta:
     def compute(self) -> None:
         """The rows of this warpgroup in all turns."""
         if not self.plan.is_interpreted:
-            plgpu.set_max_registers(
-                COMPUTE_REGISTERS[self.plan.config.reads_float8], action="increase"
-            )
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         lax.fori_loop(0, self.plan.num_turns(), self.one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
