@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole answers with a cache of float8 on the backends of a CPU: one answer on every path."""
+
+import dataclasses
+from functools import cache
+
+import jax.numpy as jnp
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.memory import cache_bytes
+from detjax.models.loading import LoadedModel
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import reference
+from detjax.pallas_kernels.attention.reference import attention
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.float8_cache import narrow_rows, widened
+from detjax.pallas_kernels.rope.reference import rope_into_cache
+from detjax.testing.dummies import dummy_config, dummy_model, mixed_requests
+
+pytestmark = pytest.mark.slow
+
+FLOAT8 = NumericsProfile(kv_cache_dtype="fp8_e4m3")
+BACKENDS = (Backend.PORTABLE, Backend.REFERENCE)
+SCHEDULES = {
+    "batch": {"batch_size": 4, "prefill_chunk": 64},
+    "chunks": {"batch_size": 2, "prefill_chunk": 37},
+    "dvr": {"batch_size": 4, "prefill_chunk": 64, "mode": "dvr", "verify_window": 5},
+}
+
+
+def model(backend: Backend, profile: NumericsProfile = FLOAT8, tp: int = 1, **changes):
+    sizes = {"hidden_size": 256, "intermediate_size": 768} | changes
+    return dummy_model(dummy_config(**sizes), tp=tp, backend=backend, profile=profile)
+
+
+def requests() -> list[Request]:
+    """Longer than a page, and two with a prefix of a page that is not computed again."""
+    some = mixed_requests(4, vocab_size=320, max_tokens=6)
+    ids = some[3].prompt_token_ids[:128]
+    return [
+        *some,
+        *(
+            Request(prompt_token_ids=(*ids, *rest), sampling=SamplingParams(max_tokens=6))
+            for rest in ((7, 8, 9), (7, 8, 10, 11))
+        ),
+    ]
+
+
+def digests(given: LoadedModel, **sizes) -> list[str]:
+    engine = Engine(given, EngineConfig(max_len=256, self_check="off", **sizes))
+    return [one.digest() for one in engine.generate(requests())]
+
+
+@cache
+def alone(backend: Backend) -> list[str]:
+    """Each request in an engine of its own, so that no prefix is found."""
+    given, found = model(backend), []
+    for one in requests():
+        engine = Engine(given, EngineConfig(max_len=256, batch_size=1, prefill_chunk=64))
+        found.append(engine.generate([one])[0].digest())
+    return found
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_answers_are_bitwise_batch_and_schedule_invariant(backend, schedule):
+    """Prefixes are found in the cache by two of the requests; drafts are verified in windows."""
+    assert digests(model(backend), **SCHEDULES[schedule]) == alone(backend)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_answers_are_bitwise_mesh_invariant(backend):
+    assert digests(model(backend, tp=2), **SCHEDULES["batch"]) == alone(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float8_is_another_profile_and_takes_half_of_the_bytes(backend):
+    eight, sixteen = model(backend), model(backend, NumericsProfile())
+    assert 2 * cache_bytes(eight, 16) == cache_bytes(sixteen, 16)
+    assert eight.fingerprint != sixteen.fingerprint
+    assert digests(sixteen, **SCHEDULES["batch"]) != alone(backend)
+
+
+def unrounded_chunk(qkv, rotation, place, *, window, eps, profile, prefetch=None, sinks=None):
+    """`rope_attention` whose new tokens see one another before they are rounded."""
+    wide = place._replace(pages=widened(place.pages, qkv.dtype))
+    q, pages = rope_into_cache(qkv, rotation, wide, eps=eps)
+    q = q.reshape(*place.positions.shape, *q.shape[1:])
+    seen = wide._replace(pages=pages)
+    return attention(q, seen, window=window, profile=profile, sinks=sinks), narrow_rows(pages)
+
+
+@pytest.mark.control
+def test_control_a_chunk_that_sees_its_own_keys_unrounded_depends_on_the_chunk(monkeypatch):
+    """What other servers do: the same requests, and the answer depends on where a chunk ends."""
+    backend = Backend.REFERENCE
+    want = alone(backend)
+    monkeypatch.setattr(reference, "rope_attention", unrounded_chunk)
+    whole = digests(model(backend), batch_size=1, prefill_chunk=256)
+    pieces = digests(model(backend), batch_size=1, prefill_chunk=16)
+    assert whole != pieces and whole != want
+
+
+def test_heads_and_profiles_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="does not go with float32 compute"):
+        NumericsProfile(compute_dtype="float32", kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="must be one of 'auto', 'fp8_e4m3', 'fp8'"):
+        NumericsProfile(kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ValueError, match="must be 'fp8_e4m3' in a profile"):
+        NumericsProfile(kv_cache_dtype="fp8")
+    profile = dataclasses.replace(FLOAT8, kv_cache_dtype="auto")
+    assert profile.cache_dtype == jnp.bfloat16 and FLOAT8.cache_dtype == jnp.uint8
+    assert "kv_cache_dtype" not in profile.facts()
+    assert FLOAT8.facts()["kv_cache_dtype"] == "fp8_e4m3"
