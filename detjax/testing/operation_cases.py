@@ -31,7 +31,6 @@ from detjax.models.quantization.quantize import RECIPES, quantize_folder
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.opening import load_on_devices
-from detjax.pallas_kernels import float8_cache
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
@@ -183,19 +182,26 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
 
 def _float8_cache_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
-    """Attention over a cache of float8: decode steps of one to eight sequences, and chunks."""
+    """Attention over a cache of float8: decode steps of few and many sequences, and chunks."""
 
     def bf16(*shape, scale=1.0):
         return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
 
     for channels, batch, query_len, window in (
-        (128, 1, 1, None), (128, 8, 1, None), (64, 8, 1, None), (128, 2, 5, None),
-        (64, 2, 70, None), (96, 2, 70, 100), (128, 2, 140, None),
+        (128, 1, 1, None), (128, 8, 1, None), (64, 8, 1, None), (128, 80, 1, None),
+        (128, 128, 1, None), (128, 2, 5, None), (64, 2, 70, None), (96, 2, 70, 100),
+        (128, 2, 140, None),
     ):  # fmt: skip
-        heads, kv_heads = 8, 2
-        pages = float8_cache.narrow_rows(bf16(1, 64, 2, kv_heads, 128, channels))
-        table = jnp.asarray(rng.permutation(64)[: 8 * batch].reshape(batch, 8), jnp.int32)
+        heads, kv_heads, table_len = 8, 2, 8 if batch <= 8 else 5
+        shape = 1, table_len * batch, 2, kv_heads, 128, channels
+        # Magnitudes from 2**-6 to 8, with signs.
+        codes = rng.integers(0x08, 0x50, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
+        pages = jnp.asarray(codes.astype(np.uint8))
+        table = rng.permutation(shape[1]).reshape(batch, table_len)
+        last_start = table_len * 128 - query_len
         starts = np.asarray([800, 5, 0, 127, 128, 511, 512, 640])[:batch]
+        if batch > len(starts):
+            starts = rng.integers(0, last_start, batch)
         positions = jnp.asarray(starts[:, None] + np.arange(query_len), jnp.int32)
         angles = rng.uniform(0, 6, (batch * query_len, channels // 2))
         cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
@@ -204,7 +210,7 @@ def _float8_cache_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
 
         def run(on, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
                 positions=positions, window=window):  # fmt: skip
-            place = CachePlace(pages, table, positions, layer=0)
+            place = CachePlace(pages, jnp.asarray(table, jnp.int32), positions, layer=0)
             return rope_attention(
                 qkv, Rotation(cos, sin, gains), place,
                 window=window, eps=EPS, profile=FLOAT8_CACHE, backend=on,

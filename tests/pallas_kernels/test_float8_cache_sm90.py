@@ -19,6 +19,7 @@ from detjax.engine.engine import Engine
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90, sm90_float8_pages, sm90_prefill
 from detjax.pallas_kernels.attention.api import attention
+from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -115,6 +116,7 @@ NEW_TOKENS: tuple[dict[str, Any], ...] = (
     {"whole_sequences": True, "num_compute": 2, "num_ctas": 2},
     {"cluster": 2, "scores_ahead": True},
     {"num_compute": 2, "num_ctas": 2},
+    {"cluster": 4, "spread": True, "keys_at_once": 32},
 )
 CONTEXTS = [600, 0, 128, 65, 1]
 
@@ -183,6 +185,10 @@ class TestOnHopper:
     @pytest.mark.parametrize("channels", [64, 128])
     @pytest.mark.parametrize("options", NEW_TOKENS, ids=str)
     def test_new_tokens_are_rounded_before_anything_reads_them(self, options, channels):
+        if "spread" in options and channels != SPREAD_CHANNELS:
+            with pytest.raises(ValueError, match="must be 128 to spread a split"):
+                Sequences([1], channels=channels).new_tokens(interpret=False, **options)
+            return
         case = Sequences([*CONTEXTS, 512, 513, 1100], channels=channels)
         actual = case.new_tokens(interpret=False, **options)
         expected = case.new_tokens_apart(interpret=False)
@@ -254,7 +260,7 @@ def test_control_a_piece_that_is_left_out_shows(monkeypatch):
     case = Sequences(CONTEXTS[:3])
     options = DECODES[0]
     want = case.decoded(case.wide, interpret=True, **options)
-    widen = sm90_float8_pages._widen
+    widen = sm90_float8_pages.widen_piece
     calls = []
 
     def widen_less(codes, rows, is_interpreted):
@@ -262,7 +268,7 @@ def test_control_a_piece_that_is_left_out_shows(monkeypatch):
         if len(calls) % 2:
             widen(codes, rows, is_interpreted)
 
-    monkeypatch.setattr(sm90_float8_pages, "_widen", widen_less)
+    monkeypatch.setattr(sm90_float8_pages, "widen_piece", widen_less)
     jax.clear_caches()
     got = case.decoded(case.place, interpret=True, **options)
     jax.clear_caches()

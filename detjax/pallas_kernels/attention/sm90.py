@@ -205,7 +205,6 @@ def decode_config(
             cluster *= 2
     # A CTA a block, as long as there is one for each at once.
     spread = SPREAD_SPLITS and is_new and bool(cluster) and per_split == SPREAD
-    spread = spread and not reads_float8
     spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
     if spread := spread and SPREAD * pairs <= MOST_CTAS:
         cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
@@ -299,7 +298,7 @@ def decode_new_token(
         dtype=qkv.dtype, config=config, is_interpreted=is_interpreted,
         new_token=NewToken(
             kv_heads=kv_heads, group=group, channels=channels, eps=eps,
-            is_interpreted=is_interpreted,
+            is_float8=config.reads_float8, is_interpreted=is_interpreted,
         ),
     )  # fmt: skip
     operands = Operands(

@@ -50,7 +50,7 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
-        reads_float8: Whether pages are float8, which loading warpgroups widen. Not with `spread`.
+        reads_float8: Whether pages are float8, which loading warpgroups widen.
         blocks_per_split: Blocks of 128 keys in a split.
     """
 

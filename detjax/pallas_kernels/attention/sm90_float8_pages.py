@@ -103,7 +103,7 @@ class Widening:
             pl.when(piece == 0)(claim)
             plgpu.barrier_wait(self.filled.at[slot])
             rows = page_smem.at[pl.ds(piece * PIECE, PIECE)]
-            _widen(self.codes.at[slot], rows, self.is_interpreted)
+            widen_piece(self.codes.at[slot], rows, self.is_interpreted)
             # All threads are through with the piece, and TMA and wgmma see what they wrote.
             plgpu.commit_smem()
             pl.when(piece == PIECES - 1)(lambda: plgpu.barrier_arrive(page_filled))
@@ -114,7 +114,7 @@ class Widening:
         return self.first + lax.rem(number, jnp.int32(self.num_slots))
 
 
-def _widen(codes_smem, rows_smem, is_interpreted: bool) -> None:
+def widen_piece(codes_smem, rows_smem, is_interpreted: bool) -> None:
     """Write float8 [PIECE, C], as they are stored, as bfloat16 rows of an operand of wgmma."""
     if is_interpreted:
         rows_smem[...] = widened(codes_smem[...], rows_smem.dtype)
