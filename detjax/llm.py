@@ -17,14 +17,7 @@ import rich.progress
 
 from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.source import NO_CACHE, default_cache_dir
-from detjax.defaults import (
-    AUTO,
-    GPU_MEMORY_UTILIZATION,
-    MAX_LORA_RANK,
-    MAX_LORAS,
-    NO_CAST,
-    kv_cache_dtype_of,
-)
+from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, MAX_LORA_RANK, MAX_LORAS, NO_CAST
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.lora_request import AdapterFolders, LoRARequest
@@ -550,8 +543,7 @@ def _profile_of(
 ) -> NumericsProfile:
     """The given profile, or one of the given dtypes."""
     if profile is None:
-        dtype, cache = dtype or "bfloat16", kv_cache_dtype_of(kv_cache_dtype or AUTO)
-        return NumericsProfile(weight_dtype=dtype, compute_dtype=dtype, kv_cache_dtype=cache)
+        return NumericsProfile.of(dtype or "bfloat16", kv_cache_dtype or AUTO)
     if dtype is not None:
         raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
     if kv_cache_dtype is not None:

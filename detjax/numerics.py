@@ -104,6 +104,12 @@ class NumericsProfile:
         """`compute_dtype` as a JAX dtype."""
         return jnp.dtype(DTYPES[self.compute_dtype])
 
+    @classmethod
+    def of(cls, dtype: str, kv_cache_dtype: str = AUTO) -> "NumericsProfile":
+        """The profile of options: weights and compute of a dtype, and a cache by vLLM's names."""
+        cache = kv_cache_dtype_of(kv_cache_dtype)
+        return cls(weight_dtype=dtype, compute_dtype=dtype, kv_cache_dtype=cache)
+
     @property
     def has_fp8_cache(self) -> bool:
         """Whether the cache holds keys and values as float8_e4m3fn."""

@@ -111,8 +111,7 @@ def refusals(
 
 
 def _profile_of(dtype: str, kv_cache_dtype: str) -> NumericsProfile:
-    cache = kv_cache_dtype if dtype == "bfloat16" else AUTO
-    return NumericsProfile(weight_dtype=dtype, compute_dtype=dtype, kv_cache_dtype=cache)
+    return NumericsProfile.of(dtype, kv_cache_dtype if dtype == "bfloat16" else AUTO)
 
 
 def coverage_map(

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from detjax.certify.subject import Subject, config_on
-from detjax.defaults import GPU_MEMORY_UTILIZATION, kv_cache_dtype_of
+from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf
 from detjax.models.hub import find_model
@@ -47,10 +47,7 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
-    profile = NumericsProfile(
-        weight_dtype=args.dtype, compute_dtype=args.dtype,
-        kv_cache_dtype=kv_cache_dtype_of(args.kv_cache_dtype),
-    )  # fmt: skip
+    profile = NumericsProfile.of(args.dtype, args.kv_cache_dtype)
     if args.random_weights is None:
         folder = find_model(args.model, revision=args.revision)
         model, _ = load_on_devices(

@@ -261,7 +261,6 @@ def _find(
 
     from detjax.cli.model import keep_compiled_programs
     from detjax.cli.receipts import find_model_of
-    from detjax.defaults import kv_cache_dtype_of
     from detjax.diverge.find import find_divergence
     from detjax.models.hf_config import load_config
     from detjax.models.hub import find_model
@@ -281,10 +280,7 @@ def _find(
         quantized_weights = weights_option(receipt.model["quantization"])
         profile = NumericsProfile(**receipt.numerics["profile"])
         cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
-    profile = profile or NumericsProfile(
-        weight_dtype=args.dtype, compute_dtype=args.dtype,
-        kv_cache_dtype=kv_cache_dtype_of(args.kv_cache_dtype),
-    )  # fmt: skip
+    profile = profile or NumericsProfile.of(args.dtype, args.kv_cache_dtype)
     with bad_input("--model: "):
         if receipt is None:
             folder = find_model(name, revision=args.revision)

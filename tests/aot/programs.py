@@ -61,6 +61,7 @@ from detjax.testing.shapes import MOE_SHAPES
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
 FLOAT32 = NumericsProfile(compute_dtype="float32")
+FLOAT8_CACHE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
 LARGE_BYTES = 1 << 20
 """Copies of less are of tokens, tables and results."""
 
@@ -210,38 +211,40 @@ def expert_share(num_rows: int) -> aot.CompiledProgram:
     )
 
 
-def attend(batch: int, length: int, context: int) -> aot.CompiledProgram:
+def attend(
+    batch: int, length: int, context: int, profile: NumericsProfile = PROFILE
+) -> aot.CompiledProgram:
     """Attention of 32 query heads over 8 key/value heads of 128 channels."""
     num_pages = context // 128
 
     def run(q, pages, table, positions):
         place = CachePlace(pages, table, positions, layer=0)
-        return attention(q, place, window=None, profile=PROFILE, backend=Backend.SM90)
+        return attention(q, place, window=None, profile=profile, backend=Backend.SM90)
 
     return aot.compile_program(
         run,
         _shape(batch, length, 32, 128),
-        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(1, batch * num_pages, 2, 8, 128, 128, dtype=profile.cache_dtype),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, length, dtype=jnp.int32),
     )
 
 
-def attend_new(batch: int, context: int) -> aot.CompiledProgram:
+def attend_new(batch: int, context: int, profile: NumericsProfile = PROFILE) -> aot.CompiledProgram:
     """Rotation, cache write and attention of one new token a sequence."""
     num_pages = -(-context // 128)
 
     def run(qkv, cos, sin, pages, table, positions, o):
         return rope_attention(
             qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer=0),
-            window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90, prefetch=o,
+            window=None, eps=1e-5, profile=profile, backend=Backend.SM90, prefetch=o,
         )  # fmt: skip
 
     shapes = (
         _shape(batch, 48, 128),
         _shape(batch, 64, dtype=jnp.float32),
         _shape(batch, 64, dtype=jnp.float32),
-        _shape(1, batch * num_pages, 2, 8, 128, 128),
+        _shape(1, batch * num_pages, 2, 8, 128, 128, dtype=profile.cache_dtype),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, 1, dtype=jnp.int32),
         _shape(4096, 4096),
@@ -609,6 +612,11 @@ PROGRAMS = {
     "new_token_one": lambda: attend_new(1, 1025),
     "new_token_many": lambda: attend_new(64, 1025),
     "attention_prefill": lambda: attend(1, 4096, 4096),
+    "float8_prefill": lambda: attend(1, 4096, 4096, FLOAT8_CACHE),
+    "float8_verify": lambda: attend(8, 16, 32768, FLOAT8_CACHE),
+    "float8_new_token": lambda: attend_new(8, 1025, FLOAT8_CACHE),
+    "float8_new_token_one": lambda: attend_new(1, 1025, FLOAT8_CACHE),
+    "float8_new_token_many": lambda: attend_new(64, 1025, FLOAT8_CACHE),
     "decode_step": decode_step,
     "decode_launch": lambda: decode_launch("invariant", "full"),
     "draft_launch": lambda: decode_launch("fast", "int8"),

@@ -32,9 +32,9 @@ SCHEDULES = {
 }
 
 
-def model(backend: Backend, profile: NumericsProfile = FLOAT8, tp: int = 1, **changes):
-    sizes = {"hidden_size": 256, "intermediate_size": 768} | changes
-    return dummy_model(dummy_config(**sizes), tp=tp, backend=backend, profile=profile)
+def model(backend: Backend, profile: NumericsProfile = FLOAT8, tp: int = 1) -> LoadedModel:
+    config = dummy_config(hidden_size=256, intermediate_size=768)
+    return dummy_model(config, tp=tp, backend=backend, profile=profile)
 
 
 def requests() -> list[Request]:

@@ -62,9 +62,8 @@ class Text:
         self.qkv = jnp.asarray(heads.astype(ml_dtypes.bfloat16))
         angles = rng.uniform(0, 6, (LENGTH, channels // 2))
         self.cos, self.sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
-        self.gains = tuple(
-            jnp.asarray(rng.uniform(0.5, 3, channels).astype(ml_dtypes.bfloat16)) for _ in range(2)
-        )
+        q_gain, k_gain = rng.uniform(0.5, 3, (2, channels)).astype(ml_dtypes.bfloat16)
+        self.gains = jnp.asarray(q_gain), jnp.asarray(k_gain)
 
     def pages(self, dtype) -> jax.Array:
         return jnp.zeros((2, 5, 2, KV_HEADS, 128, self.channels), dtype)

@@ -59,11 +59,10 @@ class Sequences:
         draw = lambda *dims: jnp.asarray(rng.standard_normal(dims).astype(ml_dtypes.bfloat16))  # noqa: E731
         self.q = draw(batch, query_len, heads, channels)
         self.qkv = 3 * draw(num_tokens, heads + 2 * kv_heads, channels)
-        angles = rng.uniform(0, 6, (num_tokens, channels // 2))
-        self.rotation = Rotation(
-            *(jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin)),
-            (draw(channels), draw(channels)),
-        )
+        angles = rng.uniform(0, 6, (num_tokens, channels // 2)).astype(np.float32)
+        gains = draw(channels), draw(channels)
+        cos, sin = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
+        self.rotation = Rotation(cos, sin, gains)
         self.heads = heads
         self.place = CachePlace(
             jnp.asarray(pages), jnp.asarray(table, jnp.int32), jnp.asarray(positions, jnp.int32),

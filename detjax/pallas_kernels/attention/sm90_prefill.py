@@ -113,8 +113,7 @@ class _Shared(NamedTuple):
     k_free: Any  # [stages]
     v_free: Any  # [stages]
     turn: Any  # whose turn at the tensor core it is
-    codes: Any  # [pieces, PIECE, C] uint8, of pages of float8
-    codes_filled: Any  # [pieces]
+    codes: Any  # [pieces, PIECE, C] uint8 of pages of float8, and their barriers [pieces]; or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,7 +311,7 @@ class _Cta:
                     fill(smem.at[slot], ring.full.at[slot], claim)
 
         return Widening(
-            codes=shared.codes, filled=shared.codes_filled, first=jnp.int32(0),
+            codes=shared.codes[0], filled=shared.codes[1], first=jnp.int32(0),
             num_slots=pieces_that_fit(CODE_BYTES, plan.channels), with_page=with_page,
             is_interpreted=plan.is_interpreted,
         )  # fmt: skip
@@ -487,11 +486,11 @@ def _shared_types(plan: _Plan) -> _Shared:
     freed = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
     buffers = config.query_buffers
     weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
-    codes = codes_filled = None
+    codes = None
     if config.reads_float8:
         num_pieces = pieces_that_fit(CODE_BYTES, plan.channels)
-        codes = plgpu.SMEM((num_pieces, PIECE, plan.channels), jnp.uint8)
-        codes_filled = plgpu.Barrier(num_barriers=num_pieces)
+        slots = plgpu.SMEM((num_pieces, PIECE, plan.channels), jnp.uint8)
+        codes = slots, plgpu.Barrier(num_barriers=num_pieces)
     return _Shared(
         q=plgpu.SMEM((buffers, WARPGROUPS, *out_shape), plan.dtype, transforms=swizzled),
         k=kv,
@@ -505,7 +504,6 @@ def _shared_types(plan: _Plan) -> _Shared:
         v_free=freed,
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
         codes=codes,
-        codes_filled=codes_filled,
     )
 
 
