@@ -120,12 +120,8 @@ NEW_TOKENS: tuple[dict[str, Any], ...] = (
 CONTEXTS = [600, 0, 128, 65, 1]
 
 
-def quick_first(cases):
-    """The first runs with the quick suite."""
-    return [pytest.param(c, marks=() if i == 0 else pytest.mark.slow) for i, c in enumerate(cases)]
-
-
-@pytest.mark.parametrize("options", quick_first(DECODES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", DECODES, ids=str)
 def test_decode_has_the_bits_of_the_same_pages_in_bfloat16(options):
     case = Sequences(CONTEXTS[:3])
     actual = case.decoded(case.place, interpret=True, **options)
@@ -135,7 +131,7 @@ def test_decode_has_the_bits_of_the_same_pages_in_bfloat16(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", quick_first(NEW_TOKENS), ids=str)
+@pytest.mark.parametrize("options", NEW_TOKENS, ids=str)
 def test_new_tokens_are_rounded_before_anything_reads_them(options):
     case = Sequences(CONTEXTS[:3])
     actual, expected = (
@@ -146,9 +142,8 @@ def test_new_tokens_are_rounded_before_anything_reads_them(options):
     assert_bitwise_equal(actual[0], expected[0], claim="what is read")
 
 
-@pytest.mark.parametrize(
-    ("channels", "window"), [(64, None), pytest.param(96, 100, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "window"), [(64, None), (96, 100)])
 def test_prefill_has_the_bits_of_the_same_pages_in_bfloat16(channels, window):
     case = Sequences([200, 70], query_len=70, channels=channels)
     actual = case.prefilled(case.place, interpret=True, window=window)
@@ -254,20 +249,19 @@ class TestOnHopper:
         assert rows.mean() > 0.9
 
 
-def test_control_a_piece_that_is_left_out_shows(monkeypatch):
-    """The interpreted test sees a page of which half was not widened."""
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_keys_that_are_left_out_show(monkeypatch):
+    """The interpreted test sees pages of which a group of keys was not widened."""
     case = Sequences(CONTEXTS[:3])
     options = DECODES[0]
     want = case.decoded(case.wide, interpret=True, **options)
-    widen = sm90_float8_pages.widen_piece
-    calls = []
+    widen = sm90_float8_pages.widen_page
 
-    def widen_less(codes, rows, is_interpreted):
-        calls.append(0)
-        if len(calls) % 2:
-            widen(codes, rows, is_interpreted)
+    def widen_less(codes, page, last_group, is_interpreted):
+        widen(codes, page, jnp.maximum(last_group - 1, 0), is_interpreted)
 
-    monkeypatch.setattr(sm90_float8_pages, "widen_piece", widen_less)
+    monkeypatch.setattr(sm90_float8_pages, "widen_page", widen_less)
     jax.clear_caches()
     got = case.decoded(case.place, interpret=True, **options)
     jax.clear_caches()

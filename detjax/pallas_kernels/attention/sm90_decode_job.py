@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
-from detjax.pallas_kernels.attention.sm90_float8_pages import PIECE, pieces_that_fit
+from detjax.pallas_kernels.attention.sm90_float8_pages import pages_that_fit
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
@@ -117,11 +117,11 @@ class Job:
         return self.config.stages or stages[self.config.num_compute]
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces of float8 in flight, for each warpgroup that computes; 0 of other pages."""
+    def num_coded(self) -> int:
+        """Pages of float8 in flight, for each warpgroup that computes; 0 of other pages."""
         if not self.config.reads_float8:
             return 0
-        return pieces_that_fit(CODE_BYTES[self.config.num_compute], self.channels)
+        return pages_that_fit(CODE_BYTES[self.config.num_compute], self.channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +157,7 @@ class RunSlots(NamedTuple):
     kept_results: list  # what the schedule keeps there
     weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
     kept: Any  # [num_compute, 2, C], of new tokens
-    codes: Any  # [pieces, PIECE, C] uint8, of pages of float8
+    codes: Any  # [coded, BLOCK, C] uint8, of pages of float8
 
 
 class RunBarriers(NamedTuple):
@@ -168,7 +168,7 @@ class RunBarriers(NamedTuple):
     q_free: Any  # [2]
     free: Any  # [slots]
     own: Any  # the schedule's own, or None
-    codes_filled: Any  # [pieces]
+    codes_filled: Any  # [coded]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,9 +339,9 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (2, num_slots))
     weights = weights if job.is_interpreted else None
     codes = codes_filled = None
-    if num_pieces := num_compute * job.num_pieces:
-        codes = plgpu.SMEM((num_pieces, PIECE, job.channels), jnp.uint8)
-        codes_filled = plgpu.Barrier(num_barriers=num_pieces)
+    if num_coded := num_compute * job.num_coded:
+        codes = plgpu.SMEM((num_coded, bits.BLOCK, job.channels), jnp.uint8)
+        codes_filled = plgpu.Barrier(num_barriers=num_coded)
     return _Shared(
         RunSlots(
             q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept, codes=codes

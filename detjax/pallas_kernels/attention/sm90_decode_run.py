@@ -24,7 +24,7 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Memory,
     Run,
 )
-from detjax.pallas_kernels.attention.sm90_float8_pages import PIECES, Widening
+from detjax.pallas_kernels.attention.sm90_float8_pages import AT_ONCE, Widening, nothing_asked
 from detjax.pallas_kernels.hopper_sums import score_scale
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
@@ -253,14 +253,14 @@ def load_runs(
     widening = _widening(work, owner) if reads_float8 else None
 
     def one_run(index, carry):
-        base, done = carry
+        base, asked = carry
         turn = index * count + owner if count > 1 else index
         run = work.run_at(turn)
         q_slot = lax.rem(turn, jnp.int32(2))
         if job.new_token is None:
             first_row = (run.seq * job.kv_heads + run.kv_head) * job.rows_apart
             if widening is not None:  # the queries are free once the pages of older runs are used
-                done = widening.widen_all(2 * PIECES * base, done)
+                asked = widening.widen_all(2 * base, asked)
 
             @pl.when(turn >= 2)
             def _q_is_free():
@@ -274,15 +274,14 @@ def load_runs(
             )
 
         def one_page(j, carry):
-            page, done = carry
+            page, asked = carry
             next_page = run.page(jnp.minimum(j + 1, run.blocks - 1))
             index = base + j
             num_written = run.last + 1 - (run.first_block + j) * bits.BLOCK
             for half in range(2):
                 page_gmem = memory.pages.at[work.page_row(run, page, half)]
                 if widening is not None:
-                    number = PIECES * (2 * index + half)
-                    done = widening.ask(number, done, page_gmem, num_written)
+                    asked = widening.ask(2 * index + half, asked, page_gmem, num_written)
                     continue
                 slot = work.slot(turn, half, index)
 
@@ -294,17 +293,17 @@ def load_runs(
                     num_written, page_gmem, memory.slots.ring.at[slot],
                     memory.barriers.filled.at[slot], at_once=job.config.keys_at_once,
                 )  # fmt: skip
-            return next_page, done
+            return next_page, asked
 
         # Read with BLOCKS, not after it, and each next page ahead.
-        _, done = lax.fori_loop(0, run.blocks, one_page, (first_page(turn, run), done))
-        return base + run.blocks, done
+        _, asked = lax.fori_loop(0, run.blocks, one_page, (first_page(turn, run), asked))
+        return base + run.blocks, asked
 
     turns = work.turns_of(owner)
-    total, done = lax.fori_loop(0, turns, one_run, (jnp.int32(0), jnp.int32(0)))
+    total, asked = lax.fori_loop(0, turns, one_run, (jnp.int32(0), nothing_asked()))
     pl.when(owner == 0)(memory.ask_ahead)
     if widening is not None:
-        widening.widen_all(2 * PIECES * total, done)
+        widening.widen_all(2 * total, asked)
     rings = [(memory.barriers.free, job.num_slots, 2 * total)]
     if job.new_token is None:
         rings.append((memory.barriers.q_free, 2 // count, turns))
@@ -326,8 +325,9 @@ def _widening(work: DecodeWork, owner) -> Widening:
         fill(memory.slots.ring.at[slot], barriers.filled.at[slot], claim)
 
     return Widening(
-        codes=memory.slots.codes, filled=barriers.codes_filled, first=owner * job.num_pieces,
-        num_slots=job.num_pieces, with_page=with_page, is_interpreted=job.is_interpreted,
+        codes=memory.slots.codes, filled=barriers.codes_filled, first=owner * job.num_coded,
+        num_slots=job.num_coded, load=functools.partial(load_written, at_once=AT_ONCE),
+        with_page=with_page, is_interpreted=job.is_interpreted,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
-from detjax.pallas_kernels.attention.sm90_float8_pages import PIECE, widen_piece
+from detjax.pallas_kernels.attention.sm90_float8_pages import AT_ONCE, widen_page
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
@@ -250,22 +250,21 @@ class _Cta:
     def widen_turn(self, turn) -> None:
         """Widen the keys and values of a turn, which `load_turn` has asked for."""
         shared, barriers = self.shared, self.shared.barriers
-        _, blocks = self.blocks_of(turn)
+        first, blocks = self.blocks_of(turn)
         asked, slot = lax.rem(turn, jnp.int32(RING)), lax.rem(turn, jnp.int32(self.ring))
         self.wait_until_free(turn)
 
-        def widen(codes, is_here, page, is_filled):
+        def widen(block, codes, is_here, page, is_filled):
             plgpu.barrier_wait(is_here)
-            for first in range(0, bits.BLOCK, PIECE):
-                rows = pl.ds(first, PIECE)
-                widen_piece(codes.at[rows], page.at[rows], self.job.is_interpreted)
-            plgpu.commit_smem()
+            num_written = jnp.clip(self.turns.last + 1 - block * bits.BLOCK, 1, bits.BLOCK)
+            last_group = lax.div(num_written - 1, jnp.int32(AT_ONCE))
+            widen_page(codes, page, last_group, self.job.is_interpreted)
             plgpu.barrier_arrive(is_filled)
 
         @pl.when(self.place.part < blocks)
         def _keys():
             widen(
-                shared.k_codes.at[asked], barriers.k_asked.at[asked],
+                first + self.place.part, shared.k_codes.at[asked], barriers.k_asked.at[asked],
                 shared.k.at[slot], barriers.k_filled.at[slot],
             )  # fmt: skip
 
@@ -275,7 +274,7 @@ class _Cta:
             def _values(j=j):
                 come, place = asked * SPREAD + j, slot * SPREAD + j
                 widen(
-                    shared.v_codes.at[come], barriers.v_asked.at[come],
+                    first + j, shared.v_codes.at[come], barriers.v_asked.at[come],
                     shared.v.at[place], barriers.v_filled.at[place],
                 )  # fmt: skip
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of float8 on their way to wgmma: the warpgroup that loads widens them in shared memory.
 
-TMA brings pieces of a page as they are stored. Some pieces later the same warpgroup reads them,
-and writes bfloat16 where a cache of bfloat16 would have been loaded. The warpgroups that compute
-see no difference, so they do the same products.
+TMA brings pages as they are stored. Some pages later the same warpgroup reads them, and writes
+bfloat16 where a cache of bfloat16 would have been loaded. The warpgroups that compute see no
+difference, so they do the same products.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,29 +25,50 @@ from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.sm90_float8 import float8_values
 from detjax.pallas_kernels.sm90_hardware import LANES
 
-PIECE = 64  # keys that one copy brings
-PIECES = bits.BLOCK // PIECE  # of a page
+AT_ONCE = 32  # keys of a page are loaded, and widened, up to a multiple of this
 _TILE_ROWS = 8
-_AT_ONCE = 4  # chunks of 8 channels that a thread reads before it writes them
+_AHEAD = 2  # reads of a thread that are on their way while it writes
 
 
-def pieces_that_fit(num_bytes: int, channels: int) -> int:
-    """How many pieces lie in so many bytes."""
-    return num_bytes // (PIECE * channels)
+def pages_that_fit(num_bytes: int, channels: int) -> int:
+    """How many pages of float8 lie in so many bytes."""
+    return num_bytes // (bits.BLOCK * channels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """How far a loading warpgroup is: scalars of a loop.
+
+    Attributes:
+        done: How many pages it has widened.
+        sizes: Groups of `AT_ONCE` keys of the pages in flight, less one: 2 bits a slot.
+    """
+
+    done: Any
+    sizes: Any
+
+
+jax.tree_util.register_dataclass(Asked)
+
+
+def nothing_asked() -> Asked:
+    """Before the first page."""
+    return Asked(done=jnp.int32(0), sizes=jnp.int32(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widening:
-    """The pieces in flight of one loading warpgroup, and the pages that it fills from them.
+    """The pages of float8 in flight of one loading warpgroup, and where it widens them.
 
-    Pieces have numbers in the order in which they are asked for: those of keys before those of
-    values, of one block after the other.
+    Pages have numbers in the order in which they are asked for: keys before values, of one block
+    after the other.
 
     Attributes:
-        codes: uint8 [slots, PIECE, C] in shared memory.
+        codes: uint8 [slots, BLOCK, C] in shared memory.
         filled: Their barriers.
         first: The warpgroup's first slot.
         num_slots: How many it has.
+        load: `load(num_written, page, smem, barrier)` loads the written keys of a page, or more.
         with_page: `with_page(n, fill)` calls `fill` with the place of page n, an operand of wgmma,
             the barrier that says it is filled, and what waits until it is free.
         is_interpreted: Whether a CPU interprets the kernel.
@@ -56,70 +78,109 @@ class Widening:
     filled: Any
     first: Any
     num_slots: int
+    load: Callable
     with_page: Callable
     is_interpreted: bool
 
-    def ask(self, number, done, page_gmem, num_written):
-        """Ask for a page, in pieces of which `done` are widened already; return the new number.
+    def ask(self, number, asked: Asked, page_gmem, num_written) -> Asked:
+        """Ask for page `number`, and widen the oldest one in flight if there is no room.
 
         Args:
-            number: Of the page's first piece.
-            done: How many pieces have been widened.
+            number: Of the page.
+            asked: How far the warpgroup is.
             page_gmem: The page.
-            num_written: Keys of it that are written, or more: pieces behind them are not loaded.
+            num_written: Keys of it that are written, one or more. What lies behind them in shared
+                memory is older: their scores are masked, and their values cleared.
         """
-        for piece in range(PIECES):
-            is_full = number + piece - done >= self.num_slots
-            pl.when(is_full)(lambda done=done: self.widen(done))
-            done = done + is_full.astype(jnp.int32)
-            slot = self._slot(number + piece)
-            is_written = num_written > piece * PIECE
+        done, sizes = asked.done, asked.sizes
+        is_full = number - done >= self.num_slots
+        pl.when(is_full)(lambda: self.widen(asked))
+        done = done + is_full.astype(jnp.int32)
+        slot = self._slot(number)
+        self.load(num_written, page_gmem, self.codes.at[slot], self.filled.at[slot])
+        groups = lax.div(jnp.minimum(num_written, bits.BLOCK) - 1, jnp.int32(AT_ONCE))
+        place = 2 * (slot - self.first)
+        sizes = (sizes & ~lax.shift_left(jnp.int32(3), place)) | lax.shift_left(groups, place)
+        return Asked(done=done, sizes=sizes)
 
-            @pl.when(is_written)
-            def _load(slot=slot, piece=piece):
-                plgpu.copy_gmem_to_smem(
-                    page_gmem.at[pl.ds(piece * PIECE, PIECE)],
-                    self.codes.at[slot],
-                    self.filled.at[slot],
-                )
+    def widen_all(self, number, asked: Asked) -> Asked:
+        """Widen all pages before `number`."""
 
-            @pl.when(jnp.logical_not(is_written))
-            def _skip(slot=slot):
-                # What an older piece left there: its keys are masked, and its values cleared.
-                plgpu.barrier_arrive(self.filled.at[slot])
+        def one(done, sizes):
+            self.widen(Asked(done=done, sizes=sizes))
+            return sizes
 
-        return done
+        lax.fori_loop(asked.done, number, one, asked.sizes)
+        return Asked(done=jnp.int32(number), sizes=asked.sizes)
 
-    def widen_all(self, number, done):
-        """Widen all pieces before `number`; return it."""
-        lax.fori_loop(done, number, lambda i, carry: (self.widen(i), carry)[1], jnp.int32(0))
-        return number
-
-    def widen(self, number) -> None:
-        """Widen a piece, and say so if it is the last of its page."""
-        piece, slot = lax.rem(number, jnp.int32(PIECES)), self._slot(number)
+    def widen(self, asked: Asked) -> None:
+        """Widen the oldest page in flight."""
+        slot = self._slot(asked.done)
+        last_group = lax.shift_right_logical(asked.sizes, 2 * (slot - self.first)) & 3
 
         def fill(page_smem, page_filled, claim):
-            pl.when(piece == 0)(claim)
+            claim()
             plgpu.barrier_wait(self.filled.at[slot])
-            rows = page_smem.at[pl.ds(piece * PIECE, PIECE)]
-            widen_piece(self.codes.at[slot], rows, self.is_interpreted)
-            # All threads are through with the piece, and TMA and wgmma see what they wrote.
-            plgpu.commit_smem()
-            pl.when(piece == PIECES - 1)(lambda: plgpu.barrier_arrive(page_filled))
+            widen_page(self.codes.at[slot], page_smem, last_group, self.is_interpreted)
+            plgpu.barrier_arrive(page_filled)
 
-        self.with_page(lax.div(number, jnp.int32(PIECES)), fill)
+        self.with_page(asked.done, fill)
 
     def _slot(self, number):
         return self.first + lax.rem(number, jnp.int32(self.num_slots))
 
 
-def widen_piece(codes_smem, rows_smem, is_interpreted: bool) -> None:
-    """Write float8 [PIECE, C], as they are stored, as bfloat16 rows of an operand of wgmma."""
+def widen_page(codes_smem, page_smem, last_group, is_interpreted: bool) -> None:
+    """Write float8 [BLOCK, C], as they are stored, as bfloat16 rows of an operand of wgmma.
+
+    Called by one warpgroup, all of whose threads then arrive at the barrier of the page.
+
+    Args:
+        codes_smem: The float8. Before TMA may write there again, the warpgroup must meet, as it
+            does in each of Mosaic's copies.
+        page_smem: The operand.
+        last_group: Groups of `AT_ONCE` keys that are widened, less one.
+        is_interpreted: Whether a CPU interprets the kernel.
+    """
+    whole = bits.BLOCK // AT_ONCE - 1
     if is_interpreted:
-        rows_smem[...] = widened(codes_smem[...], rows_smem.dtype)
+        for group in range(whole + 1):
+            rows = pl.ds(group * AT_ONCE, AT_ONCE)
+
+            @pl.when(group <= last_group)
+            def _widen(rows=rows):
+                page_smem[rows] = widened(codes_smem[rows], page_smem.dtype)
+
         return
-    channels = codes_smem.shape[1]
+
+    @pl.when(last_group == whole)
+    def _whole():
+        _widen_rows(codes_smem, page_smem)
+
+    @pl.when(last_group < whole)
+    def _groups():
+        for group in range(whole):
+            rows = pl.ds(group * AT_ONCE, AT_ONCE)
+
+            @pl.when(group <= last_group)
+            def _widen(rows=rows):
+                _widen_rows(codes_smem.at[rows], page_smem.at[rows])
+
+    _fence()
+
+
+def _fence() -> None:
+    """Let wgmma see what this thread wrote, once the thread has arrived at a barrier."""
+
+    @plgpu.inline_mgpu()
+    def emit(ctx):
+        ptx.asm("fence.proxy.async.shared::cta;")
+
+    emit()
+
+
+def _widen_rows(codes_smem, rows_smem) -> None:
+    num_rows, channels = codes_smem.shape
     transforms = bits.swizzled(bits.channel_span(channels))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms)))
@@ -133,14 +194,18 @@ def widen_piece(codes_smem, rows_smem, is_interpreted: bool) -> None:
             target = arith.addi(ptx.address(rows), _offset(thread, chunks, rows))
             source_step = side_by_side * _TILE_ROWS * channels
             target_step = 2 * side_by_side * _strides(rows)[0]
-            steps = PIECE // (side_by_side * _TILE_ROWS)
-            for start in range(0, steps, _AT_ONCE):
-                turns = range(start, min(start + _AT_ONCE, steps))
-                words = [_load(arith.addi(source, ptx.i32(i * source_step))) for i in turns]
-                for i, pair in zip(turns, words, strict=True):
-                    values = [value for word in pair for value in float8_values(word)]
-                    where = arith.addi(target, ptx.i32(i * target_step))
-                    ptx.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [where, *values])
+            steps = num_rows // (side_by_side * _TILE_ROWS)
+
+            def read(i: int) -> list:
+                return _load(arith.addi(source, ptx.i32(i * source_step)))
+
+            words = [read(i) for i in range(min(_AHEAD, steps))]
+            for i in range(steps):
+                if i + _AHEAD < steps:
+                    words.append(read(i + _AHEAD))
+                values = [value for word in words[i] for value in float8_values(word)]
+                where = arith.addi(target, ptx.i32(i * target_step))
+                ptx.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [where, *values])
 
     emit(codes_smem, rows_smem)
 

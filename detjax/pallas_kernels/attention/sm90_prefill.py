@@ -13,10 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_float8_pages import (
-    PIECE,
-    PIECES,
     Widening,
-    pieces_that_fit,
+    nothing_asked,
+    pages_that_fit,
 )
 from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -113,7 +112,7 @@ class _Shared(NamedTuple):
     k_free: Any  # [stages]
     v_free: Any  # [stages]
     turn: Any  # whose turn at the tensor core it is
-    codes: Any  # [pieces, PIECE, C] uint8 of pages of float8, and their barriers [pieces]; or None
+    codes: Any  # [coded, BLOCK, C] uint8 of pages of float8, and their barriers [coded]; or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,15 +229,15 @@ class _Cta:
         widening = self.widening() if plan.config.reads_float8 else None
 
         def one_tile(turn, carry):
-            base, done = carry
+            base, asked = carry
             tile, seq, head_group = plan.locate(turn)
             kv_head = lax.div(head_group * plan.heads, jnp.int32(plan.group))
             if widening is not None:  # queries are free once the pages of older tiles are used
-                done = widening.widen_all(2 * PIECES * base, done)
+                asked = widening.widen_all(2 * base, asked)
             self.load_queries(turn, tile, seq, head_group)
-            first, end, last = (self.arrays.limits[seq, tile, i] for i in (FIRST, END, LAST))
+            first, end = (self.arrays.limits[seq, tile, i] for i in (FIRST, END))
 
-            def one_page(j, done):
+            def one_page(j, asked):
                 step, page = base + j - first, first_page + self.arrays.table[seq, j]
                 pages = [
                     self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head]
@@ -246,19 +245,18 @@ class _Cta:
                 ]
                 if widening is None:
                     self.load_page(step, pages)
-                    return done
+                    return asked
                 for half, page_gmem in enumerate(pages):
-                    number, num_written = PIECES * (2 * step + half), last + 1 - j * bits.BLOCK
-                    done = widening.ask(number, done, page_gmem, num_written)
-                return done
+                    asked = widening.ask(2 * step + half, asked, page_gmem, bits.BLOCK)
+                return asked
 
-            done = lax.fori_loop(first, end, one_page, done)
-            return base + (end - first), done
+            asked = lax.fori_loop(first, end, one_page, asked)
+            return base + (end - first), asked
 
-        zero = jnp.int32(0)
-        total, done = lax.fori_loop(0, plan.num_turns(), one_tile, (zero, zero))
+        start = jnp.int32(0), nothing_asked()
+        total, asked = lax.fori_loop(0, plan.num_turns(), one_tile, start)
         if widening is not None:
-            widening.widen_all(2 * PIECES * total, done)
+            widening.widen_all(2 * total, asked)
         used = (shared.q_free, plan.num_turns()), (shared.k_free, total), (shared.v_free, total)
         for free, num_used in used:
             bits.drain(free, num_used)
@@ -312,7 +310,9 @@ class _Cta:
 
         return Widening(
             codes=shared.codes[0], filled=shared.codes[1], first=jnp.int32(0),
-            num_slots=pieces_that_fit(CODE_BYTES, plan.channels), with_page=with_page,
+            num_slots=pages_that_fit(CODE_BYTES, plan.channels),
+            load=lambda _, page, smem, filled: plgpu.copy_gmem_to_smem(page, smem, filled),
+            with_page=with_page,
             is_interpreted=plan.is_interpreted,
         )  # fmt: skip
 
@@ -488,9 +488,9 @@ def _shared_types(plan: _Plan) -> _Shared:
     weights = plgpu.SMEM((WARPGROUPS, bits.ROWS, bits.BLOCK), plan.dtype)
     codes = None
     if config.reads_float8:
-        num_pieces = pieces_that_fit(CODE_BYTES, plan.channels)
-        slots = plgpu.SMEM((num_pieces, PIECE, plan.channels), jnp.uint8)
-        codes = slots, plgpu.Barrier(num_barriers=num_pieces)
+        num_coded = pages_that_fit(CODE_BYTES, plan.channels)
+        slots = plgpu.SMEM((num_coded, bits.BLOCK, plan.channels), jnp.uint8)
+        codes = slots, plgpu.Barrier(num_barriers=num_coded)
     return _Shared(
         q=plgpu.SMEM((buffers, WARPGROUPS, *out_shape), plan.dtype, transforms=swizzled),
         k=kv,
