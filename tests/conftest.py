@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight virtual CPU devices, strict promotion, one cache of programs, and skips that count."""
 
+import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
@@ -81,6 +83,25 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     """Tell a worker of pytest-xdist where the programs are."""
     node.workerinput["programs"] = node.config.stash[_programs]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Import test modules from the end in every second worker of pytest-xdist.
+
+    pytest compiles a test module anew, with its own asserts, where no bytecode of it is kept. That
+    takes half of a collection. So two workers meet in the middle, and each reads what the other has
+    written.
+    """
+    worker = getattr(session.config, "workerinput", {}).get("workerid", "gw0")
+    if int(worker.removeprefix("gw")) % 2 == 0 or sys.dont_write_bytecode:
+        return
+    root = session.config.rootpath
+    folders = [Path(arg) for arg in session.config.args if Path(arg).is_dir()]
+    for path in sorted({p for f in folders for p in f.resolve().rglob("test_*.py")}, reverse=True):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # its collection says it again
+            importlib.import_module(name)
 
 
 def pytest_unconfigure(config):

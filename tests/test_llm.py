@@ -705,11 +705,11 @@ def test_programs_are_kept_where_the_user_says(folder, tmp_path, monkeypatch):
     try:
         jax.config.update("jax_compilation_cache_dir", "/of jax")
         for cache_dir in ("auto", None, tmp_path):
-            detjax.LLM(folder, cache_dir=cache_dir)
+            llm._keep_programs(cache_dir)
         assert kept == [str(tmp_path)]
         jax.config.update("jax_compilation_cache_dir", None)
+        llm._keep_programs(None)
         detjax.LLM(folder)
-        detjax.LLM(folder, cache_dir=None)
         assert kept == [str(tmp_path), "/caches/detjax"]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -42,9 +42,14 @@ def modules() -> dict[str, ast.Module]:
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
+@functools.cache
+def walked() -> list[tuple[str, ast.AST]]:
+    """The path and the nodes of each module of the package."""
+    return [(path, node) for path, tree in modules().items() for node in ast.walk(tree)]
+
+
 def nodes(kind: type) -> Iterator[tuple[str, ast.AST]]:
-    for path, tree in modules().items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kind))
+    return ((path, node) for path, node in walked() if isinstance(node, kind))
 
 
 def is_kernel(path: str) -> bool:
@@ -230,18 +235,16 @@ def names_that_can_fail(tree: ast.Module) -> set[str]:
     """Functions of a file that can fail, by themselves or by a function of the file they name."""
     functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
     found: set[str] = set()
-    while True:
-        more = {
-            function.name
-            for function in functions
-            if any(
-                can_fail(node) or getattr(node, "id", getattr(node, "attr", None)) in found
-                for node in ast.walk(function)
-            )
-        }
-        if more == found:
-            return found
-        found = more
+    named: list[tuple[str, set[str]]] = []
+    for function in functions:
+        inside = list(ast.walk(function))
+        if any(map(can_fail, inside)):
+            found.add(function.name)
+        names = {getattr(node, "id", getattr(node, "attr", "")) for node in inside}
+        named.append((function.name, names))
+    while more := {name for name, names in named if name not in found and names & found}:
+        found |= more
+    return found
 
 
 def silent_tests() -> dict[str, int]:
@@ -273,7 +276,11 @@ def faults(found: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
     return [*worse, *stale]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(r, marks=pytest.mark.slow) if r is unused_code else r for r in RULES],
+    ids=lambda rule: rule.__name__,
+)
 def test_source_follows_the_rule(rule):
     allowed: dict[str, int] = {}
     for exceptions in source_exceptions.EXCEPTIONS.get(rule.__name__, {}).values():

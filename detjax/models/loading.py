@@ -25,7 +25,7 @@ from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.expand import describe_quantization
-from detjax.models.quantization.scheme import MXFP4, STATIC, QuantizationScheme, as_w8a8
+from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
 from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
 from detjax.models.weights.files import has_saved_params
@@ -444,8 +444,6 @@ def load_model(
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
     is_saved, stored = has_saved_params(folder), read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, profile, backend)
-    if form is MatrixForm.W8A8:
-        _check_w8a8(config, stored, backend)
     scheme = _scheme_of(folder, form)
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
@@ -522,22 +520,6 @@ def _matrix_form(
             f"{profile.activation_dtype.name} compute; use 'expanded', or dtype bfloat16"
         )
     return MatrixForm.W8A8 if mode == "w8a8" else MatrixForm.PACKED
-
-
-def _check_w8a8(config: ModelConfig, scheme: QuantizationScheme | None, backend: Backend) -> None:
-    """Refuse before any weight is read what the kernels of a backend refuse or fail at.
-
-    Raises:
-        ValueError: Naming it.
-    """
-    kernels = KERNELS[backend]
-    has_other_scales = scheme is not None and (
-        scheme.block[1] or scheme.activation_bound or STATIC in scheme.activations
-    )
-    reason = config.experts is not None and kernels.withheld_w8a8_experts
-    reason = reason or has_other_scales and kernels.withheld_w8a8_scales
-    if reason:
-        raise ValueError(f"quantized_weights='w8a8' does not go with {str(scheme)!r}: {reason}")
 
 
 @finishes_before_exit

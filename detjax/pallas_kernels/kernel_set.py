@@ -30,10 +30,8 @@ class KernelSet(Protocol):
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
         withheld_linear_attention: Why models with layers of linear attention are refused; empty if
-            they are not. The next three are likewise.
-        withheld_w8a8_experts: Of mixtures of experts whose weights and activations have 8 bits.
-        withheld_w8a8_scales: Of 8-bit activations whose scales are not each row's own.
-        withheld_head_ranks: Of EAGLE-3 heads where ranks share the model's layers.
+            they are not.
+        withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
     """
 
     takes_every_model: bool
@@ -42,8 +40,6 @@ class KernelSet(Protocol):
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
     withheld_linear_attention: str
-    withheld_w8a8_experts: str
-    withheld_w8a8_scales: str
     withheld_head_ranks: str
 
     def why_not_here(self) -> str | None:

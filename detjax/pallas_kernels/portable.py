@@ -60,7 +60,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-withheld_w8a8_experts = withheld_w8a8_scales = withheld_head_ranks = ""
+withheld_head_ranks = ""
 withheld_linear_attention = ""
 
 

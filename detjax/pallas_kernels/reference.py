@@ -62,8 +62,6 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = withheld_head_ranks = ""
-withheld_w8a8_experts = "the reference backend has no experts of 8 bits; use backend portable"
-withheld_w8a8_scales = ""
 
 
 def why_not_here() -> str | None:

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shlex
@@ -26,6 +27,8 @@ from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_steps
+
+LOG = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "reference_code"
 OPERATIONS = (
@@ -98,6 +101,10 @@ def _compiled() -> Path:
         os.close(handle)
         headers = ["-isystem", jax.ffi.include_dir()]
         source = str(SOURCES / "operations.cc")
+        LOG.warning(
+            "compiling the reference kernels for this machine, once: some 20 s, or two minutes "
+            "where %s has to build its C++ library first", PACKAGED
+        )  # fmt: skip
         try:
             _output_of([*compiler, *flags, *headers, source, "-o", unfinished])
             os.replace(unfinished, path)

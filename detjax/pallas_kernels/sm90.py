@@ -64,7 +64,7 @@ attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_w8a8_experts = withheld_w8a8_scales = withheld_linear_attention = ""
+withheld_linear_attention = ""
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"

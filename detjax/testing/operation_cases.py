@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -79,7 +80,7 @@ EPS = 1e-5
 Run = Callable[[Backend], tuple]
 
 
-def _product_cases() -> Iterator[tuple[str, Run]]:
+def _product_cases(_: np.random.Generator) -> Iterator[tuple[str, Run]]:
     shapes = [(kind, 64, 256, 64) for kind in PRODUCT_KINDS]
     shapes += [(kind, 64, 1024, 256) for kind in PRODUCT_KINDS[:-1]]  # 2**20 steps each
     shapes += [("normal", 3, 64, 128), ("normal", 200, 576, 192), ("wide", 16, 4096, 64)]
@@ -604,27 +605,60 @@ def _linear_attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
         yield f"gated rms_norm {width}", run_norm
 
 
+def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Experts of 8 bits: of integers, of float8 with scales of channels and of blocks."""
+    width, hidden, num_experts, top_k = 512, 512, 16, 4
+
+    def matrices(kind: str, num_rows: int, k_len: int) -> W8A8Matrix:
+        values = rng.standard_normal((num_experts, num_rows, k_len)) * k_len**-0.5
+        if kind == "int8":
+            codes = jnp.asarray((values * 2000).clip(-127, 127).astype(np.int8))
+        else:
+            codes = jnp.asarray((values * 2000).clip(-448, 448), jnp.float8_e4m3fn)
+        of_blocks = (num_rows // 128, k_len // 128) if kind == "blocks" else (num_rows,)
+        scales = rng.uniform(0.5, 2, (num_experts, *of_blocks)) / 2000
+        return W8A8Matrix(values=codes, scales=jnp.asarray(scales, jnp.float32))
+
+    for kind in ("int8", "float8", "blocks"):
+        experts = ExpertWeights(matrices(kind, 2 * hidden, width), matrices(kind, width, hidden))
+        for m in (1, 9, 200):
+            x = jnp.asarray(rng.standard_normal((m, width)), jnp.bfloat16)
+            ids = jnp.asarray([rng.permutation(num_experts)[:top_k] for _ in range(m)], jnp.int32)
+
+            def run(on: Backend, *, x=x, ids=ids, experts=experts) -> tuple:
+                half = jax.tree.map(lambda w: w[4:12], experts)
+                return (
+                    moe.expert_mlp(x, ids, experts, first_expert=0, backend=on),
+                    moe.expert_mlp(x, ids, half, first_expert=4, num_ranks=2, backend=on),
+                )
+
+            yield f"experts of {kind} {m}x{width}x{hidden}, {top_k} of {num_experts}", run
+
+
+_GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]], int], ...] = (
+    (_family_row_cases, 12), (_eight_bit_scale_cases, 11), (_linear_attention_cases, 13),
+    (_sink_cases, 8), (_product_cases, 0), (_choice_cases, 4), (_clamped_expert_cases, 9),
+    (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
+    (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),
+    (_float8_cache_cases, 14),
+)  # fmt: skip
+"""Makers of cases and the seeds of their numbers; those that draw more are later."""
+
+
+@functools.cache
+def _group(index: int) -> dict[str, Run]:
+    make, seed = _GROUPS[index]
+    return dict(make(np.random.default_rng(seed)))
+
+
 def operation_cases() -> dict[str, Run]:
     """Return all cases by name: each takes a backend and returns arrays."""
-    return dict(
-        [
-            *_product_cases(),
-            *_layer_cases(np.random.default_rng(1)),
-            *_row_cases(np.random.default_rng(2)),
-            *_attention_cases(np.random.default_rng(3)),
-            *_choice_cases(np.random.default_rng(4)),
-            *_expert_cases(np.random.default_rng(5)),
-            *_eight_bit_cases(np.random.default_rng(6)),
-            *_float32_cases(np.random.default_rng(7)),
-            *_sink_cases(np.random.default_rng(8)),
-            *_clamped_expert_cases(np.random.default_rng(9)),
-            *_adapter_cases(np.random.default_rng(10)),
-            *_eight_bit_scale_cases(np.random.default_rng(11)),
-            *_family_row_cases(np.random.default_rng(12)),
-            *_linear_attention_cases(np.random.default_rng(13)),
-            *_float8_cache_cases(np.random.default_rng(14)),
-        ]
-    )
+    return {name: run for i in range(len(_GROUPS)) for name, run in _group(i).items()}
+
+
+def operation_case(name: str) -> Run:
+    """Return one of `operation_cases`, and draw no more numbers than it takes to find it."""
+    return next(_group(i)[name] for i in range(len(_GROUPS)) if name in _group(i))
 
 
 def _bundled(backend: Backend) -> LoadedModel:
@@ -686,10 +720,11 @@ def answer_cases() -> dict[str, AnswerCase]:
     cases = {"bundled": AnswerCase(make=_bundled, requests=requests), **cases}
     cases["adapters"] = _adapted_case(configs["head 128, biases, window"])
     for scheme in ("int8-w8a8", "fp8-dynamic", "fp8-block"):
-        cases[f"w8a8 {scheme}"] = AnswerCase(
-            make=functools.partial(_eight_bit_model, scheme),
-            requests=mixed_requests(8, vocab_size=256, max_tokens=24),
-        )
+        for name, config in (("w8a8", _DENSE), ("w8a8 experts", _MIXTURE)):
+            cases[f"{name} {scheme}"] = AnswerCase(
+                make=functools.partial(_eight_bit_model, scheme, config),
+                requests=mixed_requests(8, vocab_size=256, max_tokens=24),
+            )
     return cases
 
 
@@ -734,15 +769,22 @@ def _adapted_case(config: ModelConfig) -> AnswerCase:
     )
 
 
-def _eight_bit_model(scheme: str, backend: Backend) -> LoadedModel:
+_DENSE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+    "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+_MIXTURE = _DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64,
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def _eight_bit_model(scheme: str, config: dict[str, Any], backend: Backend) -> LoadedModel:
     """A model whose weights and activations have 8 bits, read from a folder that is made here."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         plain = write_model_folder(Path(folder) / "plain", config, scale=0.06)
         made = Path(folder) / "quantised"

@@ -23,7 +23,6 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.trace import Trace
 from detjax.models.loading import LoadedModel
-from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import dummy_config, dummy_model
 
 PATIENCE_S = 60.0
@@ -33,13 +32,10 @@ ASKED = Request(prompt_token_ids=tuple(range(20)), sampling=SamplingParams(max_t
 
 @cache
 def model() -> LoadedModel:
-    config = dummy_config(num_layers=1, hidden_size=64, intermediate_size=128, vocab_size=128)
-    return dummy_model(config, profile=NumericsProfile(attention_block=16, attention_split=64))
+    return dummy_model(dummy_config(num_layers=1, hidden_size=64, intermediate_size=128))
 
 
-SIZES = EngineConfig(
-    batch_size=4, prefill_chunk=16, max_len=128, verify_window=6, self_check="off"
-)  # whose programs are those of test_engine.py
+SIZES = EngineConfig(batch_size=4, prefill_chunk=64, max_len=128, verify_window=6, self_check="off")
 
 
 @cache
@@ -100,7 +96,7 @@ def test_programs_are_called_in_order_by_one_thread_which_is_not_the_caller_s():
     before_each_call(made, lambda: threads.append(threading.current_thread()))
     assert made.generate([ASKED]) == [alone()]
     assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
-    assert len(threads) == made.stats().num_launches > 12
+    assert len(threads) == made.stats().num_launches >= 12
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 7])

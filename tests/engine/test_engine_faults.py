@@ -34,6 +34,7 @@ from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
 PAGE, VOCAB, MAX_LEN = 4, 50, 48
@@ -931,7 +932,9 @@ class Run:
 
 
 @pytest.mark.filterwarnings("ignore:a launch was interrupted:RuntimeWarning")
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "count", [*quick_and_slow([60], [150]), pytest.param(10_000, marks=pytest.mark.nightly)]
+)
 def test_whatever_happens_nobody_is_lost_and_every_answer_is_canonical(count):
     num_raised = 0
     for seed in range(count):

@@ -23,6 +23,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.sampling import noise
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_within_ulp, wide
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
 
 VECTORS = Path(__file__).parents[1] / "golden" / "noise_vectors.json"
@@ -283,7 +284,7 @@ def test_greedy_takes_the_first_maximum():
         assert top.tolist() == [[7, 200], [129, 130]]
 
 
-@pytest.mark.parametrize(("tp", "block"), [(1, 128), (4, 32)])
+@pytest.mark.parametrize(("tp", "block"), quick_and_slow([(4, 32)], [(1, 128)]))
 def test_more_top_logprobs_than_tokens_are_the_vocabulary_and_padding(tp, block):
     """A rank has fewer columns than are reported, and the vocabulary fewer tokens."""
     logits = wide(np.random.default_rng(3), (3, 40), 0.5)

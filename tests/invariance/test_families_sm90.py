@@ -28,6 +28,7 @@ from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -80,7 +81,7 @@ def answers(case: str, batch_size: int, prefill_chunk: int) -> list[Completion]:
     return Engine(model(case), config).generate(requests())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_slow(["gpt_oss", "gemma3"], CASES))
 def test_the_kernels_take_every_layer(case):
     """They are traced on any machine."""
     assert abstract._why_not_traced(config_of(case), NumericsProfile(), Backend.SM90, 1) is None

@@ -28,6 +28,7 @@ from detjax.models.params import (
     tensor_specs,
 )
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
 
 CONFIG = ModelConfig(
@@ -185,7 +186,7 @@ def test_padded_vocabulary_is_whole_blocks_on_every_rank(vocab_size, tp, block, 
     assert padded_vocab_size(vocab_size, tp=tp, vocab_block=block) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", quick_and_slow(["bfloat16"], ["float32"]))
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
 def test_rows_come_from_the_right_head_and_go_back(num_kv_heads, tp, dtype):

@@ -45,7 +45,7 @@ from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, RowCoding, W8A8Matrix
-from detjax.pallas_kernels.moe import portable as moe
+from detjax.pallas_kernels.moe import reference as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
 from detjax.testing.cases import quick_and_slow
@@ -292,14 +292,12 @@ def expanded_folder(folder: Path, out: Path) -> Path:
 
 
 def opened(folder: Path, tp: int = 1, mode: str = "auto") -> LoadedModel:
-    """On the backend of a CPU; mixtures on portable, which alone has experts of 8 bits there."""
-    profile, config = NumericsProfile(), load_config(folder)
-    backend = Backend.PORTABLE if config.experts else cpu_backend(config, profile, tp)
+    profile = NumericsProfile()
     return load_model(
         str(folder),
         profile=profile,
         mesh=make_mesh(dp=1, tp=tp, platform="cpu"),
-        backend=backend,
+        backend=cpu_backend(load_config(folder), profile, tp),
         quantized_weights=mode,
     )
 
@@ -643,17 +641,6 @@ def experts_folder(tmp_path: Path, scheme: str) -> Path:
     return tmp_path / "q"
 
 
-def test_experts_of_8_bits_are_refused_when_they_are_loaded(tmp_path):
-    with pytest.raises(ValueError, match="the reference backend has no experts of 8 bits"):
-        load_model(
-            str(experts_folder(tmp_path, "fp8-dynamic")),
-            profile=NumericsProfile(),
-            mesh=make_mesh(dp=1, tp=1, platform="cpu"),
-            backend=Backend.REFERENCE,
-            quantized_weights="w8a8",
-        )
-
-
 WIDER = {
     "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -726,19 +713,14 @@ def test_answers_of_experts_of_8_bits_depend_on_no_batch_and_no_mesh(tmp_path, m
 
     def by_tensor(x, coding):
         rows = rows_alone(x, coding)
-        # Rows of tiles that are not in use are NaN.
-        peak = jnp.max(jnp.where(jnp.isfinite(rows.scales), rows.scales, 0))
+        peak = jnp.max(rows.scales)
         values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
     monkeypatch.setattr(moe, "quantize_rows", by_tensor)
-    moe._grouped_linear.clear_cache()
-    moe.expert_mlp.clear_cache()
     unchecked = Engine(opened(folder, mode="w8a8"), EngineConfig(**sizes, self_check="off"))
     alone = [found(unchecked, [request])[0] for request in requests]
     shared = found(unchecked, requests)
-    moe._grouped_linear.clear_cache()
-    moe.expert_mlp.clear_cache()
     assert alone != shared
 
 

@@ -22,7 +22,7 @@ from detjax.testing.bitwise import (
     count_different_bits,
 )
 from detjax.testing.cases import quick_and_slow
-from detjax.testing.operation_cases import digest_of, operation_cases
+from detjax.testing.operation_cases import digest_of, operation_case
 
 PAGE, BLOCK, WIDTH = 128, 64, 4
 HYBRID_CASES = json.loads((Path(__file__).parents[1] / "golden" / "hybrid_bits.json").read_text())[
@@ -407,7 +407,7 @@ def test_rows_of_one_launch_that_need_each_other():
 @pytest.mark.parametrize("name", HYBRID_CASES)
 def test_bits_are_those_of_the_reference(name):
     """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
-    found = operation_cases()[name](Backend.SM90)
+    found = operation_case(name)(Backend.SM90)
     assert digest_of(found) == HYBRID_CASES[name], [np.asarray(x).ravel()[:4] for x in found]
 
 

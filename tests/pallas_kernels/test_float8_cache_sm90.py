@@ -27,7 +27,7 @@ from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
-from detjax.testing.operation_cases import answer_cases, digest_of, operation_cases
+from detjax.testing.operation_cases import answer_cases, digest_of, operation_case
 
 PROFILE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -210,7 +210,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("name", GOLDEN["cases"])
     def test_bits_are_those_of_the_reference(self, name):
         """That a CPU has computed: digests, as a GPU's machine may have no C++ compiler."""
-        found = operation_cases()[name](Backend.SM90)
+        found = operation_case(name)(Backend.SM90)
         assert digest_of(found) == GOLDEN["cases"][name], [np.asarray(x).ravel()[:4] for x in found]
 
     @pytest.mark.parametrize("name", GOLDEN["answers"])

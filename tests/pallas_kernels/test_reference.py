@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,7 @@ from detjax.testing.operation_cases import (
     answer_cases,
     digest_of,
     family_cases,
-    operation_cases,
+    operation_case,
 )
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
@@ -390,7 +391,7 @@ HYBRID_CASES = HYBRID_BITS["cases"]
 @pytest.mark.golden
 @pytest.mark.parametrize("name", quick_and_slow(["gated rms_norm 128"], HYBRID_CASES))
 def test_operations_of_hybrids_keep_their_bits(name):
-    assert digest_of(operation_cases()[name](Backend.REFERENCE)) == HYBRID_CASES[name]
+    assert digest_of(operation_case(name)(Backend.REFERENCE)) == HYBRID_CASES[name]
 
 
 # ---------------------------------------------------------------------------------------- adapters
@@ -526,6 +527,62 @@ def test_an_experts_rows_have_the_bits_of_its_own_layer(mixture):
     assert not part[~is_here].view(np.uint16).any()
 
 
+EXPERTS_OF_8_BITS = {
+    "integers": (jnp.int8, 127, None), "channels": (jnp.float8_e4m3fn, 448, None),
+    "blocks": (jnp.float8_e4m3fn, 448, None), "static": (jnp.int8, 127, jnp.float32(0.02)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS_OF_8_BITS)
+def test_rows_of_experts_of_8_bits_have_the_bits_of_their_own_layer(kind):
+    """Control: with another expert's weights."""
+    rng, (dtype, largest, row_scale) = np.random.default_rng(21), EXPERTS_OF_8_BITS[kind]
+
+    def matrices(num_rows: int, k_len: int) -> W8A8Matrix:
+        values = (rng.standard_normal((6, num_rows, k_len)) * 60).clip(-largest, largest)
+        rows = (num_rows // 32, k_len // 128) if kind == "blocks" else (num_rows,)
+        scales = rng.uniform(0.5, 2, (6, *rows)).astype(np.float32) / 500
+        return W8A8Matrix(
+            values=jnp.asarray(values).astype(dtype), scales=jnp.asarray(scales),
+            row_scale=row_scale,
+        )  # fmt: skip
+
+    gate_up, down = matrices(256, 256), matrices(256, 128)
+    x = jnp.asarray(rng.standard_normal((5, 256)), BF16)
+    ids = jnp.asarray([rng.permutation(6)[:2] for _ in range(5)], jnp.int32)
+    extras = ClampedExperts(
+        gate_up_bias=jnp.asarray(rng.standard_normal((6, 256)), BF16),
+        down_bias=jnp.asarray(rng.standard_normal((6, 256)), BF16),
+        clamp=SwigluClamp(alpha=1.702, limit=7.0),
+    )  # fmt: skip
+    y = moe.expert_mlp(x, ids, ExpertWeights(gate_up, down), first_expert=0, **ON)
+    biased = moe.expert_mlp(x, ids, ExpertWeights(gate_up, down, extras), first_expert=0, **ON)
+    half = jnp.dtype(BF16)
+    for m, r in np.ndindex(ids.shape):
+
+        def alone(e: int, with_extras: bool, m: int = m) -> np.ndarray:
+            first, second = (
+                dataclasses.replace(w, values=w.values[e], scales=w.scales[e])
+                for w in (gate_up, down)
+            )
+            given = (extras.gate_up_bias[e], extras.down_bias[e]) if with_extras else (None, None)
+            rows = w8a8.quantize_rows(x[m : m + 1], first.row_coding, **ON)
+            h = w8a8.w8a8_product(rows, first, given[0], out_dtype=half, **ON)
+            h = swiglu(h, clamp=extras.clamp if with_extras else None, **ON)
+            rows = w8a8.quantize_rows(h, second.row_coding, **ON)
+            return w8a8.w8a8_product(rows, second, given[1], out_dtype=half, **ON)[0]
+
+        e = int(ids[m, r])
+        assert_bitwise_equal(y[m, r], alone(e, False), claim=f"row {m} of rank {r} as if alone")
+        assert_bitwise_equal(biased[m, r], alone(e, True), claim="with biases as if alone")
+        assert count_different_bits(y[m, r], alone((e + 1) % 6, False)) > 100
+    own = jax.tree.map(lambda a: a[2:4] if a.ndim else a, ExpertWeights(gate_up, down))
+    part = np.asarray(moe.expert_mlp(x, ids, own, first_expert=2, num_ranks=3, **ON))
+    is_here = (np.asarray(ids) >= 2) & (np.asarray(ids) < 4)
+    assert_bitwise_equal(part[is_here], np.asarray(y)[is_here], claim="a rank's own experts")
+    assert is_here.any() and not part[~is_here].view(np.uint16).any()
+
+
 def test_experts_are_added_in_order_of_rank_by_fused_products():
     rng = np.random.default_rng(4)
     y = rng.standard_normal((5, 3, 64)).astype(BF16)
@@ -614,7 +671,7 @@ QUICK = ["layer 3x256x768", "rms_norm 576", "choose_token", "8 bits float8_e4m3f
 @pytest.mark.parametrize("name", quick_and_slow(QUICK, GOLDEN["cases"]))
 def test_operations_have_the_bits_of_a_gpu(name):
     """The digests are those of an H200, by `benchmarks/hopper_bits.py`."""
-    assert digest_of(operation_cases()[name](Backend.REFERENCE)) == GOLDEN["cases"][name]
+    assert digest_of(operation_case(name)(Backend.REFERENCE)) == GOLDEN["cases"][name]
 
 
 ANSWERED = quick_and_slow(
@@ -630,6 +687,7 @@ ANSWERED = quick_and_slow(
         ("w8a8 int8-w8a8", 8),
         ("w8a8 fp8-dynamic", 8),
         ("w8a8 fp8-block", 8),
+        ("w8a8 experts int8-w8a8", 8),
         ("family seed_oss", 8),
         ("family smollm3", 8),
         ("family exaone4", 8),
@@ -848,6 +906,18 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     finally:
         reference_library.library.cache_clear()
     assert why and "could not compile the reference kernels" in why
+
+
+def test_compiling_is_said_and_happens_once(monkeypatch, tmp_path, caplog):
+    """It takes a while in which nothing else is seen to happen."""
+    commands: list[list[str]] = []
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(reference_library, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(reference_library, "_output_of", lambda c: commands.append([*c]) or "12.2")
+    assert reference_library._compiled() == reference_library._compiled()
+    assert [command[1] for command in commands] == ["--version", "-std=c++17", "--version"]
+    (said,) = caplog.messages
+    assert "compiling the reference kernels for this machine, once: some 20 s" in said
 
 
 BROKEN_TABLES = """

@@ -48,6 +48,7 @@ from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+from detjax.testing.cases import quick_and_slow
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 INT8, FLOAT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
@@ -205,7 +206,7 @@ def one_cta(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("width", [512, 4096, 14336])
+@pytest.mark.parametrize("width", quick_and_slow([512, 4096], [14336]))
 def test_rows_are_quantised_as_the_definition_says(backend, dtype, width):
     rows = drawn_rows(19, width)
     values, scales = by_numpy(rows, dtype)
@@ -287,7 +288,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_do_not(backend, d
         pytest.param(Backend.SM90, BLOCKS, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("num_rows", [1, 9, 65])
+@pytest.mark.parametrize("num_rows", quick_and_slow([9], [1, 65]))
 def test_a_product_is_what_the_definition_says(backend, dtype, num_rows):
     rows, w = drawn_rows(num_rows, 1024), drawn_weights((192, 1024), dtype)
     want = product_by_numpy(rows, w)
@@ -447,7 +448,7 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtyp
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("width", [512, 768, 3072])
+@pytest.mark.parametrize("width", quick_and_slow([768], [512, 3072]))
 def test_quantising_in_interpret_mode(width, dtype):
     rows = drawn_rows(3, width)
     values, scales = by_numpy(rows, dtype)

@@ -534,6 +534,7 @@ def test_tokenize_refuses_for_a_prompt_what_is_of_conversations(running, fields)
 FUNCTIONS = [{"type": "function", "strict": True, **tool["function"]} for tool in FORCED]
 
 
+@pytest.mark.quick_cases("required-True", "choice1-False")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}])
 def test_a_response_calls_a_function(thinking, choice, stream):

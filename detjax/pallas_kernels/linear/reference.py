@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products in the bits of a tensor core of Hopper, on the CPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,10 +138,14 @@ def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRow
     return quantize_rows(rms_norm(x, gain, eps=eps), coding)
 
 
-def w8a8_product(
-    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
-) -> jax.Array:
-    """See `w8a8.w8a8_product`.
+def scaled_sums(x: QuantizedRows, w: W8A8Matrix, ids, bias=None) -> jax.Array:
+    """Products of 8-bit values with their scales, and a bias: float32 [S, N].
+
+    Args:
+        x: Rows, [R, K]; each is that of S / R slots.
+        w: Of several experts, [E, N, K].
+        ids: int32 [S], the expert of each slot. One that is not there gives zeros.
+        bias: Added last, [E, N].
 
     Raises:
         NotImplementedError: If K of float8 is no multiple of 128.
@@ -149,8 +155,21 @@ def w8a8_product(
             f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "
             f"{x.shape[1]} channels; use quantized_weights='auto', or portable"
         )
-    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    total = call("w8a8_product", out, x.values, x.scales, w.values, w.scales)
+    out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.float32)
+    bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
+    return call("w8a8_product", out, x.values, x.scales, w.values, w.scales, bias, ids)
+
+
+def w8a8_product(
+    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+) -> jax.Array:
+    """See `w8a8.w8a8_product`.
+
+    Raises:
+        NotImplementedError: If K of float8 is no multiple of 128.
+    """
+    as_experts = dataclasses.replace(w, values=w.values[None], scales=w.scales[None])
+    total = scaled_sums(x, as_experts, jnp.zeros(x.shape[0], jnp.int32))
     if bias is None and residual is None and out_dtype == jnp.float32:
         return total
     return join(total, residual, bias, out_dtype)

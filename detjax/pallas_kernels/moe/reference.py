@@ -4,12 +4,12 @@
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.linear.quantized import is_quantized
-from detjax.pallas_kernels.linear.reference import linear
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.reference import linear, quantize_rows, scaled_sums
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.reference_library import call
-from detjax.pallas_kernels.rms_norm.reference import add_rms_norm
+from detjax.pallas_kernels.rms_norm.reference import add_rms_norm, join
 from detjax.pallas_kernels.swiglu.reference import swiglu
 
 
@@ -29,14 +29,11 @@ def expert_mlp(
     """See `api.expert_mlp`.
 
     Raises:
-        NotImplementedError: For another dtype than bfloat16, or widths that are no multiple of 16.
+        NotImplementedError: For another dtype than bfloat16 or 8 bits, or widths that are no
+            multiple of 16, or of 128 in float8.
     """
     del num_ranks  # changes no bit
     w_gate_up, w_down, extras = experts
-    if is_quantized(w_gate_up) or is_quantized(w_down):
-        raise NotImplementedError(
-            "experts of the reference backend have no 8-bit weights; use portable or sm90"
-        )
     dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
         raise NotImplementedError(
@@ -49,16 +46,23 @@ def expert_mlp(
             f"wgmma, not {x.shape[1]} and {w_down.shape[2]}; use portable"
         )
     ids = (expert_ids - first_expert).reshape(-1).astype(jnp.int32)
-
-    def multiply(rows, w, bias):
-        out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.bfloat16)
-        bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
-        return call("expert_product", out, rows, ids, w, bias)
-
-    clamp = None if extras is None else extras.clamp
-    hidden = multiply(x, w_gate_up, None if extras is None else extras.gate_up_bias)
-    y = multiply(swiglu(hidden, clamp=clamp), w_down, None if extras is None else extras.down_bias)
+    if extras is None:
+        biases, clamp = (None, None), None
+    else:
+        biases, clamp = (extras.gate_up_bias, extras.down_bias), extras.clamp
+    hidden = _products_of_experts(x, ids, w_gate_up, biases[0])
+    y = _products_of_experts(swiglu(hidden, clamp=clamp), ids, w_down, biases[1])
     return y.reshape(*expert_ids.shape, x.shape[1])
+
+
+def _products_of_experts(rows, ids, w, bias) -> jax.Array:
+    """Rows, each of as many slots as there are for it, by the expert of each slot."""
+    if isinstance(w, W8A8Matrix):
+        total = scaled_sums(quantize_rows(rows, w.row_coding), w, ids, bias)
+        return join(total, None, None, jnp.dtype(jnp.bfloat16))  # ROUND: once
+    out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.bfloat16)
+    bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
+    return call("expert_product", out, rows, ids, w, bias)
 
 
 def combine_experts_add_rms_norm(

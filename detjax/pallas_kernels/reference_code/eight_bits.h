@@ -5,7 +5,7 @@
 // exponent, cut at 13 fraction bits and added exactly; the sum is cut to 13 bits below its first.
 #pragma once
 
-#include "calls.h"
+#include "experts.h"
 
 namespace detjax {
 namespace {
@@ -141,38 +141,48 @@ inline float float8_scaled_sum(const Float8Rows& x, int64_t m, const Float8Rows&
   return total;
 }
 
-// out[m, n] = (sum_k(x[m, k] w[n, k]) * w_scales[n]) * x_scales[m], float32. With x_scales [G, M] and
-// w_scales [N / R, G] those of groups of channels are inside of the sum.
-ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scales, Out out) {
-  const int64_t m_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 0), piece = 16;
+// out[s, n] = (sum_k(x[r, k] w[e, n, k]) * w_scales[e, n]) * x_scales[r] + bias[e, n], float32, where
+// e = ids[s] and r = s / (S / R); zeros where there is no such expert. With x_scales [G, R] and
+// w_scales [E, N / B, G] those of groups of channels are inside of the sum. bias may have no elements.
+ffi::Error w8a8_product(ffi::ThreadPool pool, In x, In x_scales, In w, In w_scales, In bias, In ids,
+                        Out out) {
+  const int64_t r_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 1), piece = 16;
   const bool is_int = x.element_type() == ffi::DataType::S8;
-  const bool has_groups = x_scales.dimensions().size() == 2;
-  Float8Rows rows(is_int ? 0 : m_len, k_len);
+  const bool has_groups = x_scales.dimensions().size() == 2, has_bias = bias.element_count();
+  const int64_t scale_rows = dim(w_scales, 1), groups = has_groups ? k_len / kChunk8 : 1;
+  const ExpertSlots slots(ids, r_len, dim(w, 0));
+  for (int32_t s : slots.absent) std::fill_n(data<float>(out) + s * n_len, n_len, 0.0f);
+  Float8Rows rows(is_int ? 0 : r_len, k_len);
   if (!is_int)
-    parallel(pool, m_len, [&](int64_t m) { rows.set(m, data<uint8_t>(x) + m * k_len); });
-  parallel(pool, (n_len + piece - 1) / piece, [&](int64_t part) {
+    parallel(pool, r_len, [&](int64_t m) { rows.set(m, data<uint8_t>(x) + m * k_len); });
+  const int64_t pieces = (n_len + piece - 1) / piece;
+  parallel(pool, int64_t(slots.present.size()) * pieces, [&](int64_t job) {
+    const SlotsOfExpert& group = slots.present[job / pieces];
+    const int64_t first = job % pieces * piece;
     Float8Rows weights(is_int ? 0 : 1, k_len);
-    for (int64_t n = part * piece; n < std::min(n_len, (part + 1) * piece); ++n) {
-      if (!is_int) weights.has_nan[0] = 0, weights.set(0, data<uint8_t>(w) + n * k_len);
-      const float* of_n =
-          data<float>(w_scales) +
-          (has_groups ? n / (n_len / dim(w_scales, 0)) * (k_len / kChunk8) : n);
-      for (int64_t m = 0; m < m_len; ++m) {
+    for (int64_t n = first; n < std::min(n_len, first + piece); ++n) {
+      const int64_t own = (group.expert * n_len + n) * k_len;
+      if (!is_int) weights.has_nan[0] = 0, weights.set(0, data<uint8_t>(w) + own);
+      const float* of_n = data<float>(w_scales) +
+                          (group.expert * scale_rows + n / (n_len / scale_rows)) * groups;
+      for (size_t i = 0; i < group.slots.size(); ++i) {
+        const int64_t m = group.rows[i];
         float total;
         if (is_int) {
-          const int8_t *a = data<int8_t>(x) + m * k_len, *b = data<int8_t>(w) + n * k_len;
+          const int8_t *a = data<int8_t>(x) + m * k_len, *b = data<int8_t>(w) + own;
           int32_t sum = 0;
           for (int64_t k = 0; k < k_len; ++k) sum += int16_t(a[k]) * int16_t(b[k]);
           total = float(sum);
         } else if (rows.has_nan[m] || weights.has_nan[0]) {
           total = float_of(0x7fffffffu);
         } else if (has_groups) {
-          total = float8_scaled_sum(rows, m, weights, 0, data<float>(x_scales) + m, m_len, of_n);
+          total = float8_scaled_sum(rows, m, weights, 0, data<float>(x_scales) + m, r_len, of_n);
         } else {
           total = float8_sum(rows, m, weights, 0);
         }
-        data<float>(out)[m * n_len + n] =
-            has_groups ? total : (total * of_n[0]) * data<float>(x_scales)[m];
+        if (!has_groups) total = (total * of_n[0]) * data<float>(x_scales)[m];
+        if (has_bias) total = total + read(bias, group.expert * n_len + n);
+        data<float>(out)[group.slots[i] * n_len + n] = total;
       }
     }
   });

@@ -47,36 +47,47 @@ ffi::Error route(ffi::ThreadPool pool, In logits, Out ids, Out weights, int64_t 
 }
 
 // Slots of one expert, and the row of x that each takes.
-struct ExpertSlots {
+struct SlotsOfExpert {
   int64_t expert;
   std::vector<int32_t> slots, rows;
+};
+
+// Slots by their experts, ids [S] for R rows, and those that have none of these experts.
+struct ExpertSlots {
+  std::vector<SlotsOfExpert> present;
+  std::vector<int32_t> absent;
+
+  ExpertSlots(const In& ids, int64_t num_rows, int64_t num_experts) {
+    const int64_t s_len = dim(ids, 0);
+    std::vector<int64_t> group_of(num_experts, -1);
+    for (int64_t s = 0; s < s_len; ++s) {
+      const int64_t expert = data<int32_t>(ids)[s];
+      if (expert < 0 || expert >= num_experts) {
+        absent.push_back(int32_t(s));
+        continue;
+      }
+      int64_t& group = group_of[expert];
+      if (group < 0) group = int64_t(present.size()), present.push_back({expert, {}, {}});
+      present[group].slots.push_back(int32_t(s));
+      present[group].rows.push_back(int32_t(s / (s_len / num_rows)));
+    }
+  }
 };
 
 // out[s] = round(x[s / (S / R)] w[ids[s]] + bias[ids[s]]), x [R, K], w [E, N, K], ids [S], bias [E, N]
 // or of no elements, all bfloat16. Zeros where there is no such expert.
 ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, In bias, Out out) {
-  const int64_t r_len = dim(x, 0), k_len = dim(x, 1), s_len = dim(ids, 0), n_len = dim(w, 1);
+  const int64_t r_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 1);
   const int width = processor.lanes;
   const bool has_bias = bias.element_count();
-  std::vector<ExpertSlots> groups;
-  std::vector<int64_t> group_of(dim(w, 0), -1);
-  for (int64_t s = 0; s < s_len; ++s) {
-    int64_t expert = data<int32_t>(ids)[s];
-    if (expert < 0 || expert >= dim(w, 0)) {
-      std::fill_n(data<uint16_t>(out) + s * n_len, n_len, uint16_t(0));
-      continue;
-    }
-    int64_t& group = group_of[expert];
-    if (group < 0) group = int64_t(groups.size()), groups.push_back({expert, {}, {}});
-    groups[group].slots.push_back(int32_t(s));
-    groups[group].rows.push_back(int32_t(s / (s_len / r_len)));
-  }
+  const ExpertSlots slots(ids, r_len, dim(w, 0));
+  for (int32_t s : slots.absent) std::fill_n(data<uint16_t>(out) + s * n_len, n_len, uint16_t(0));
   Rows rows;
   rows.resize(r_len, k_len);
   parallel(pool, r_len, [&](int64_t m) { rows.set(m, data<uint16_t>(x) + m * k_len); });
   const int64_t tiles = (n_len + width - 1) / width;
-  parallel(pool, int64_t(groups.size()) * tiles, [&](int64_t job) {
-    const ExpertSlots& group = groups[job / tiles];
+  parallel(pool, int64_t(slots.present.size()) * tiles, [&](int64_t job) {
+    const SlotsOfExpert& group = slots.present[job / tiles];
     const int64_t n = job % tiles * width, count = int64_t(group.slots.size());
     const int outputs = std::min<int64_t>(width, n_len - n);
     std::vector<float> totals(count * width, 0.0f);

@@ -802,8 +802,8 @@ DETJAX_EXPORT(add_experts, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
 DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
               .Ret<ffi::AnyBuffer>().Attr<float>("largest").Attr<float>("bound")
               .Attr<int64_t>("group_len"));
-DETJAX_EXPORT(w8a8_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
-              .Ret<ffi::AnyBuffer>());
+DETJAX_EXPORT(w8a8_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()
+              .Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(lora_hidden, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>()
               .Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(add_where_not_zero, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
