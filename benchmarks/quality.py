@@ -184,7 +184,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 recipe = replace(recipe, group_size=args.group_size)
             quantize_folder(model, folder, recipe, progress=ignore_progress)
             for weights in FORMS.get(scheme, ("auto",)):
-                got, _ = score(folder, windows, programs, weights=weights)
+                try:
+                    got, _ = score(folder, windows, programs, weights=weights)
+                except ValueError as error:  # such as a width that the backend does not add by
+                    STDERR.print(f"{scheme} with {weights}: {error}", highlight=False)
+                    continue
                 figures = row_of(windows, got, exact)
                 rows.keep(
                     **about, scheme=scheme, weights=weights, group_size=recipe.group_size,

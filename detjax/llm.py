@@ -172,8 +172,7 @@ class LLM:
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        sampling = _sampling_of(folder, generation_config)
-        tokenizer = Tokenizer.from_folder(folder)
+        sampling, tokenizer = _sampling_of(folder, generation_config), Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes

@@ -12,6 +12,8 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.memory import cache_bytes
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
+from detjax.models.config import LinearAttentionConfig
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import reference
@@ -19,7 +21,14 @@ from detjax.pallas_kernels.attention.reference import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.float8_cache import narrow_rows, widened
 from detjax.pallas_kernels.rope.reference import rope_into_cache
-from detjax.testing.dummies import dummy_config, dummy_model, mixed_requests
+from detjax.testing.adapters import random_adapter
+from detjax.testing.dummies import (
+    answers,
+    dummy_config,
+    dummy_model,
+    mixed_requests,
+)
+from detjax.testing.eagle import dummy_eagle, dummy_head
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +86,67 @@ def test_answers_are_bitwise_batch_and_schedule_invariant(backend, schedule):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_answers_are_bitwise_mesh_invariant(backend):
     assert digests(model(backend, tp=2), **SCHEDULES["batch"]) == alone(backend)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("source", ["draft_model", "eagle3"])
+def test_drafts_of_another_model_change_no_bit(source):
+    """Its cache is of float8 too, and its windows are verified against what is written."""
+    config = dummy_config(num_layers=4)
+    given = dummy_model(config, backend=Backend.REFERENCE, profile=FLOAT8)
+    if source == "eagle3":
+        draft = dummy_head(given, dummy_eagle(config, draft_vocab_size=9))
+    else:
+        draft = dummy_model(config, backend=Backend.REFERENCE, profile=FLOAT8)
+    sizes = {
+        "batch_size": 2, "prefill_chunk": 64, "max_len": 256, "verify_window": 4, "verify_rows": 2,
+        "verify_patience": 0, "self_check": "off",
+    }  # fmt: skip
+    found = []
+    for changes in ({}, {"draft_weights": source}):
+        engine = Engine(given, EngineConfig(**sizes, **changes), draft_model=draft)
+        found.append([one.digest() for one in engine.generate(requests()[:3])])
+    assert found[0] == found[1]
+    assert engine.stats().drafts[source].num_windows > 3
+
+
+@pytest.mark.invariance
+def test_adapters_have_one_answer():
+    config = dummy_config(hidden_size=256, intermediate_size=768)
+    adapter = random_adapter(config, seed=1, rank=8)
+    asked = [
+        dataclasses.replace(one, adapter=adapter.sha256 if i % 2 else "")
+        for i, one in enumerate(requests()[:4])
+    ]
+    found = []
+    for sizes in ({"batch_size": 1, "prefill_chunk": 64}, {"batch_size": 4, "prefill_chunk": 37}):
+        given = open_adapters(model(Backend.REFERENCE), AdapterSizes(max_loras=2, max_lora_rank=16))
+        got = answers(given, asked, adapters=(adapter,), max_len=256, **sizes)
+        found.append([one.digest() for one in got])
+    assert found[0] == found[1]
+
+
+@pytest.mark.invariance
+def test_hybrids_have_one_answer():
+    """Rows and states of linear attention stay as they are; keys and values are of float8."""
+    linear = LinearAttentionConfig(
+        num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=16, conv_width=4,
+        layers=(True, False),
+    )  # fmt: skip
+    config = dataclasses.replace(
+        dummy_config(intermediate_size=128, num_layers=2, qk_norm=True), linear_attention=linear,
+        has_output_gate=True,
+    )  # fmt: skip
+    found = []
+    for profile, sizes in (
+        (FLOAT8, {"batch_size": 1, "prefill_chunk": 64}),
+        (FLOAT8, {"batch_size": 3, "prefill_chunk": 128}),
+        (NumericsProfile(), {"batch_size": 3, "prefill_chunk": 128}),
+    ):
+        given = dummy_model(config, backend=Backend.PORTABLE, profile=profile)
+        engine = Engine(given, EngineConfig(max_len=256, self_check="off", **sizes))
+        found.append([one.digest() for one in engine.generate(requests()[:3])])
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
