@@ -278,11 +278,15 @@ def load_runs(
             next_page = run.page(jnp.minimum(j + 1, run.blocks - 1))
             index = base + j
             num_written = run.last + 1 - (run.first_block + j) * bits.BLOCK
+            if widening is not None:
+
+                def one_half(half, asked):  # WHY: a loop, as twice the code compiles twice as long
+                    page_gmem = memory.pages.at[work.page_row(run, page, half)]
+                    return widening.ask(2 * index + half, asked, page_gmem, num_written)
+
+                return next_page, lax.fori_loop(0, 2, one_half, asked)
             for half in range(2):
                 page_gmem = memory.pages.at[work.page_row(run, page, half)]
-                if widening is not None:
-                    asked = widening.ask(2 * index + half, asked, page_gmem, num_written)
-                    continue
                 slot = work.slot(turn, half, index)
 
                 @pl.when(2 * index + half >= job.num_slots)

@@ -184,8 +184,9 @@ class _Cta:
 
     def load(self) -> None:
         """Keys of a block and a share of the values of its split, turn by turn."""
+        reads_float8 = self.job.config.reads_float8
 
-        def one_turn(turn, found):
+        def ask(turn, found):
             self.load_turn(turn, found)
             if self.arrays.prefetch is not None:
                 pl.when(turn == 0)(self.ask_ahead)
@@ -193,9 +194,16 @@ class _Cta:
                 turn + 1 < self.turns.num, lambda: self.pages_of(turn + 1), lambda: found
             )
 
-        lax.fori_loop(0, self.turns.num, one_turn, self.turns.first_pages)
-        if self.job.config.reads_float8:
-            pl.when(self.turns.num > 0)(lambda: self.widen_turn(self.turns.num - 1))
+        def ask_and_widen(turn, found):
+            found = lax.cond(turn < self.turns.num, lambda: ask(turn, found), lambda: found)
+            pl.when(turn > 0)(lambda: self.widen_turn(turn - 1))
+            return found
+
+        if reads_float8:  # a turn while the next one is on its way
+            stop = self.turns.num + (self.turns.num > 0).astype(jnp.int32)
+            lax.fori_loop(0, stop, ask_and_widen, self.turns.first_pages)
+        else:
+            lax.fori_loop(0, self.turns.num, ask, self.turns.first_pages)
         for free in (self.shared.barriers.k_free, self.shared.barriers.v_free):
             bits.drain(free, self.turns.num)
 
@@ -235,9 +243,6 @@ class _Cta:
                 source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.place.slices]
                 copy(first + j, source, values.at[place], v_filled.at[place])
 
-        if reads_float8:  # those of the turn before, while these are on their way
-            pl.when(turn > 0)(lambda: self.widen_turn(turn - 1))
-
     def wait_until_free(self, turn) -> None:
         """Wait until the keys and values of a turn may be written to shared memory."""
         barriers, slot = self.shared.barriers, lax.rem(turn, jnp.int32(self.ring))
@@ -268,15 +273,14 @@ class _Cta:
                 shared.k.at[slot], barriers.k_filled.at[slot],
             )  # fmt: skip
 
-        for j in range(SPREAD):
+        def one_slice(j, _):
+            come, place = asked * SPREAD + j, slot * SPREAD + j
+            widen(
+                first + j, shared.v_codes.at[come], barriers.v_asked.at[come],
+                shared.v.at[place], barriers.v_filled.at[place],
+            )  # fmt: skip
 
-            @pl.when(j < blocks)
-            def _values(j=j):
-                come, place = asked * SPREAD + j, slot * SPREAD + j
-                widen(
-                    first + j, shared.v_codes.at[come], barriers.v_asked.at[come],
-                    shared.v.at[place], barriers.v_filled.at[place],
-                )  # fmt: skip
+        lax.fori_loop(0, blocks, one_slice, None)
 
     def ask_ahead(self) -> None:
         """Ask for this CTA's share of the next product's weights."""

@@ -143,14 +143,16 @@ def widen_page(codes_smem, page_smem, last_group, is_interpreted: bool) -> None:
         is_interpreted: Whether a CPU interprets the kernel.
     """
     whole = bits.BLOCK // AT_ONCE - 1
+
+    def widen_group(group) -> None:
+        rows = pl.ds(group * AT_ONCE, AT_ONCE)
+        if is_interpreted:
+            page_smem[rows] = widened(codes_smem[rows], page_smem.dtype)
+        else:
+            _widen_rows(codes_smem.at[rows], page_smem.at[rows])
+
     if is_interpreted:
-        for group in range(whole + 1):
-            rows = pl.ds(group * AT_ONCE, AT_ONCE)
-
-            @pl.when(group <= last_group)
-            def _widen(rows=rows):
-                page_smem[rows] = widened(codes_smem[rows], page_smem.dtype)
-
+        lax.fori_loop(0, last_group + 1, lambda group, _: widen_group(group), None)
         return
 
     @pl.when(last_group == whole)
@@ -159,12 +161,7 @@ def widen_page(codes_smem, page_smem, last_group, is_interpreted: bool) -> None:
 
     @pl.when(last_group < whole)
     def _groups():
-        for group in range(whole):
-            rows = pl.ds(group * AT_ONCE, AT_ONCE)
-
-            @pl.when(group <= last_group)
-            def _widen(rows=rows):
-                _widen_rows(codes_smem.at[rows], page_smem.at[rows])
+        lax.fori_loop(0, last_group + 1, lambda group, _: widen_group(group), None)
 
     _fence()
 

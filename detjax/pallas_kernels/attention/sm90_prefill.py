@@ -232,23 +232,26 @@ class _Cta:
             base, asked = carry
             tile, seq, head_group = plan.locate(turn)
             kv_head = lax.div(head_group * plan.heads, jnp.int32(plan.group))
-            if widening is not None:  # queries are free once the pages of older tiles are used
+            if widening is not None and plan.num_ctas < plan.num_items:
+                # The queries are free once the pages of older tiles are used.
                 asked = widening.widen_all(2 * base, asked)
             self.load_queries(turn, tile, seq, head_group)
             first, end = (self.arrays.limits[seq, tile, i] for i in (FIRST, END))
 
             def one_page(j, asked):
                 step, page = base + j - first, first_page + self.arrays.table[seq, j]
-                pages = [
-                    self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head]
-                    for half in range(2)
-                ]
+
+                def page_of(half):
+                    return self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head]
+
                 if widening is None:
-                    self.load_page(step, pages)
+                    self.load_page(step, [page_of(half) for half in range(2)])
                     return asked
-                for half, page_gmem in enumerate(pages):
-                    asked = widening.ask(2 * step + half, asked, page_gmem, bits.BLOCK)
-                return asked
+
+                def one_half(half, asked):  # WHY: a loop, as twice the code compiles twice as long
+                    return widening.ask(2 * step + half, asked, page_of(half), bits.BLOCK)
+
+                return lax.fori_loop(0, 2, one_half, asked)
 
             asked = lax.fori_loop(first, end, one_page, asked)
             return base + (end - first), asked
