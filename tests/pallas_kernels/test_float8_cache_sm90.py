@@ -251,6 +251,7 @@ class TestOnHopper:
 
 @pytest.mark.slow
 @pytest.mark.control
+@pytest.mark.filterwarnings("ignore:invalid value")  # of memory that nobody has written
 def test_control_keys_that_are_left_out_show(monkeypatch):
     """The interpreted test sees pages of which a group of keys was not widened."""
     case = Sequences(CONTEXTS[:3])
