@@ -435,7 +435,8 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
     num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
-    kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
+    entry_bytes = 2 * model.profile.cache_dtype.itemsize
+    kv = entry_bytes * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
     kv += len(case.rows) * linear_bytes(config)
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
