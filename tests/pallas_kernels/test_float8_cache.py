@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of 8 bits: rounded once, when they are written, and read as they were written."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,10 +18,13 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing import assert_bitwise_equal, count_different_bits
+from detjax.testing.operation_cases import digest_of, operation_case
 
 PROFILE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
-BACKENDS = [Backend.PORTABLE, Backend.REFERENCE]
+BACKENDS = [pytest.param(Backend.PORTABLE, marks=pytest.mark.slow), Backend.REFERENCE]
 HEADS, KV_HEADS, CHANNELS = 4, 2, 64
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "float8_cache_bits.json").read_text())
+"""Digests of `reference`, that `test_float8_cache_sm90.py` asks of a GPU."""
 LENGTH = 140
 """Tokens of the sequence: over the end of a page."""
 TABLE = np.asarray([[4, 1, 2]], np.int32)
@@ -155,3 +161,10 @@ def test_padding_writes_nothing_and_company_changes_nothing(backend):
     assert_bitwise_equal(np.asarray(both[1:]), np.asarray(alone), claim="batch-invariant")
     assert_bitwise_equal(np.asarray(two), np.asarray(one), claim="padding writes nothing")
     assert not np.asarray(both[0]).any()
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOLDEN["cases"])
+def test_the_reference_keeps_the_bits_that_a_gpu_is_asked_for(name):
+    assert digest_of(operation_case(name)(Backend.REFERENCE)) == GOLDEN["cases"][name]
