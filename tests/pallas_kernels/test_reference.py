@@ -688,6 +688,8 @@ ANSWERED = quick_and_slow(
         ("w8a8 fp8-dynamic", 8),
         ("w8a8 fp8-block", 8),
         ("w8a8 experts int8-w8a8", 8),
+        ("w8a8 experts fp8-dynamic", 8),
+        ("w8a8 experts fp8-block", 8),
         ("family seed_oss", 8),
         ("family smollm3", 8),
         ("family exaone4", 8),
