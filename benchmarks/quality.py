@@ -8,7 +8,8 @@ the same windows of the text, which begin at line ends spread evenly over it. Ev
 window but the first counts. A row has the mean loss in nats per token and in bits per byte of the
 text, and the difference from bfloat16 with its standard error. Windows are far apart, so they are
 taken as independent, and the error is that of the mean over windows. `same_greedy` is the share of
-positions at which greedy decoding would choose the token that the bfloat16 model chooses.
+positions at which greedy decoding would choose the token that the bfloat16 model chooses. The
+bfloat16 model is scored with a cache of 8 bits as well.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import rich.table
 
 from benchmarks.common import Rows, environment
 from detjax import LLM
+from detjax.defaults import AUTO, FP8_CACHE, KV_CACHE_DTYPES
 from detjax.models.hub import find_model
 from detjax.models.quantization.quantize import GROUP_SIZES, RECIPES, quantize_folder
 from detjax.models.tokenizer import Tokenizer
@@ -97,12 +99,18 @@ def windows_of(text: str, tokenizer: Tokenizer, *, count: int, length: int) -> l
 
 
 def score(
-    folder: Path, windows: Sequence[Window], cache_dir: str, *, weights: str = "auto"
+    folder: Path,
+    windows: Sequence[Window],
+    cache_dir: str,
+    *,
+    weights: str = "auto",
+    kv_cache_dtype: str = AUTO,
 ) -> tuple[Scores, str]:
     """Score all windows with weights in a form of `quantized_weights`; also the backend."""
     llm = LLM(
         folder, dtype=BFLOAT16, max_len=len(windows[0].ids) + 1, show_progress=False,
         cache_dir=cache_dir, batch_size=min(8, len(windows)), quantized_weights=weights,
+        kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     scored = llm.engine.score([window.ids for window in windows], top=1)
     nats = [-math.fsum(float(token.logprob) for token in tokens) for tokens in scored]
@@ -138,6 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
     parser.add_argument("--schemes", nargs="*", default=ANY_WIDTH, choices=list(RECIPES))
+    parser.add_argument(
+        "--kv-cache-dtype", nargs="*", default=[FP8_CACHE], choices=KV_CACHE_DTYPES,
+        help="caches with which the bfloat16 model is scored, beside its own",
+    )  # fmt: skip
     parser.add_argument("--group-size", type=int, default=128, choices=GROUP_SIZES)
     parser.add_argument("--out", help="write JSON rows here")
     return parser
@@ -157,31 +169,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         programs = str(Path(scratch) / "programs")
         exact, backend = score(model, windows, programs)
         rows = Rows(environment(Backend(backend)), args.out)
-        rows.keep(
-            **about, scheme=BFLOAT16, weights="auto", group_size=0, **row_of(windows, exact, exact)
-        )
+        for cache in dict.fromkeys((AUTO, *args.kv_cache_dtype)):
+            got = exact
+            if cache != AUTO:
+                got, _ = score(model, windows, programs, kv_cache_dtype=cache)
+            figures = row_of(windows, got, exact)
+            rows.keep(
+                **about, scheme=BFLOAT16, weights="auto", group_size=0, kv_cache_dtype=cache,
+                **figures,
+            )  # fmt: skip
         for scheme in args.schemes:
             recipe, folder = RECIPES[scheme], Path(scratch) / scheme
             if recipe.group_size and recipe.block_rows == 1:
                 recipe = replace(recipe, group_size=args.group_size)
             quantize_folder(model, folder, recipe, progress=ignore_progress)
             for weights in FORMS.get(scheme, ("auto",)):
-                got, _ = score(folder, windows, programs, weights=weights)
+                try:
+                    got, _ = score(folder, windows, programs, weights=weights)
+                except ValueError as error:  # such as a width that the backend does not add by
+                    STDERR.print(f"{scheme} with {weights}: {error}", highlight=False)
+                    continue
                 figures = row_of(windows, got, exact)
                 rows.keep(
-                    **about, scheme=scheme, weights=weights, group_size=recipe.group_size, **figures
-                )
+                    **about, scheme=scheme, weights=weights, group_size=recipe.group_size,
+                    kv_cache_dtype=AUTO, **figures,
+                )  # fmt: skip
     show(rows.rows)
 
 
 def show(rows: list[dict]) -> None:
     """A table of the rows."""
     table = rich.table.Table(
-        "scheme", "weights", "nats a token", "bits a byte", "worse by, nats", "same greedy"
+        "scheme", "weights", "cache", "nats a token", "bits a byte", "worse by, nats", "same greedy"
     )
     for row in rows:
         table.add_row(
-            row["scheme"], row["weights"], f"{row['nats_per_token']:.4f}",
+            row["scheme"], row["weights"], row["kv_cache_dtype"], f"{row['nats_per_token']:.4f}",
             f"{row['bits_per_byte']:.4f}",
             f"{row['difference_nats']:+.4f} ± {row['difference_se']:.4f}",
             f"{row['same_greedy']:.1%}",

@@ -39,6 +39,7 @@ from benchmarks.common import (
     kernel_events,
     run_rivals,
 )
+from detjax.defaults import AUTO, KV_CACHE_DTYPES
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
@@ -53,6 +54,7 @@ from detjax.models.quantization.quantize import RECIPES
 from detjax.models.weights.packed import MatrixForm, with_packed_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.float8_cache import holds_float8, narrowed
 from detjax.pallas_kernels.linear.quantized import LARGEST as LARGEST_8_BITS
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.parallel.mesh import make_mesh
@@ -266,7 +268,8 @@ class Runner:
 
         def draw(shape):
             bits = jax.random.bits(jax.random.key(1), shape.shape, jnp.uint16)
-            return (bits.astype(jnp.float32) / 2.0**15 - 1.0).astype(shape.dtype)
+            values = bits.astype(jnp.float32) / 2.0**15 - 1.0
+            return narrowed(values) if holds_float8(shape) else values.astype(shape.dtype)
 
         def draw_one(shape):
             return jax.jit(functools.partial(draw, shape), out_shardings=shape.sharding)()
@@ -442,7 +445,8 @@ def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
     weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
     context = case.start + case.length
     num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
-    kv = 4 * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
+    entry_bytes = 2 * model.profile.cache_dtype.itemsize
+    kv = entry_bytes * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
     kv += len(case.rows) * linear_bytes(config)
     return (weights + kv) / COPY_BYTES_PER_S * 1e3
 
@@ -586,6 +590,9 @@ def parse_args() -> argparse.Namespace:
         help="dtype of activations; weights are bfloat16",
     )  # fmt: skip
     parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=AUTO, help="of keys and values"
+    )
+    parser.add_argument(
         "--w8a8", choices=[name for name in RECIPES if name.endswith(("w8a8", "dynamic", "block"))],
         help="matrices of layers and their activations have 8 bits, as this scheme has them",
     )  # fmt: skip
@@ -623,6 +630,7 @@ def main() -> None:
     card = environment(backend) | {
         "model": args.model, "backend": args.backend, "data": "random weights and cache, uniform",
         "compute": args.compute, "weights": args.w8a8 or "bfloat16",
+        "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
     rows = Rows(card, args.out)
     for row in rivals:
@@ -636,7 +644,7 @@ def main() -> None:
         config = dataclasses.replace(config, max_position_embeddings=max(8192, args.max_len))
     if backend is Backend.SM90:
         rows.keep(subject="copy", bytes=2 * COPIED_BYTES, bytes_per_s=copy_bytes_per_s())
-    profile = NumericsProfile(compute_dtype=args.compute)
+    profile = NumericsProfile(compute_dtype=args.compute, kv_cache_dtype=args.kv_cache_dtype)
     runner = Runner(config, cases, backend, args.max_len, profile=profile, scheme=args.w8a8)
     if "invariant" in impls:
         runner.compile_ahead(cases)

@@ -42,6 +42,7 @@ from jaxtyping import AbstractDtype, BFloat16, Bool, Float32, Int32, UInt32
 if TYPE_CHECKING:
     # What jaxtyping does for its own dtypes: a type checker sees the array type alone.
     from typing import Annotated as Activation
+    from typing import Annotated as Cached
 else:
 
     class Activation(AbstractDtype):
@@ -49,5 +50,19 @@ else:
 
         dtypes = ["bfloat16", "float32"]
 
+    class Cached(AbstractDtype):
+        """Keys and values in the cache: activations, or the bits of float8_e4m3fn."""
 
-__all__ = ["Activation", "Array", "BFloat16", "Bool", "Float32", "Int32", "UInt32"]
+        dtypes = ["bfloat16", "float32", "uint8"]
+
+
+__all__ = [
+    "Activation",
+    "Array",
+    "BFloat16",
+    "Bool",
+    "Cached",
+    "Float32",
+    "Int32",
+    "UInt32",
+]

@@ -11,3 +11,20 @@ GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory for weights and cache together."""
 MAX_LORAS, MAX_LORA_RANK = 8, 16
 """Adapters that may run at once, and their highest rank."""
+
+FP8_CACHE = "fp8_e4m3"
+KV_CACHE_DTYPES = (AUTO, FP8_CACHE)
+"""What keys and values are stored in: as they are computed, or as float8_e4m3fn."""
+
+
+def kv_cache_dtype_of(name: str) -> str:
+    """One of `KV_CACHE_DTYPES` by vLLM's names, of which "fp8" is another of "fp8_e4m3".
+
+    Raises:
+        ValueError: For another name.
+    """
+    found = FP8_CACHE if name == "fp8" else name
+    if found not in KV_CACHE_DTYPES:
+        names = ", ".join(repr(known) for known in (*KV_CACHE_DTYPES, "fp8"))
+        raise ValueError(f"kv_cache_dtype={name!r} must be one of {names}")
+    return found

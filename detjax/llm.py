@@ -86,6 +86,7 @@ class LLM:
         profile: NumericsProfile | None = None,
         cast_weights: str = NO_CAST,
         quantized_weights: str = "auto",
+        kv_cache_dtype: str | None = None,
         revision: str | None = None,
         max_len: int | None = None,
         batch_size: int | None = None,
@@ -122,6 +123,9 @@ class LLM:
                 as codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on
                 Hopper GPUs. These change no bit. "w8a8" multiplies 8-bit weights with
                 activations of 8 bits, quantised as the checkpoint asks.
+            kv_cache_dtype: "fp8_e4m3", or "fp8", rounds keys and values to 8 bits when they are
+                written, so that the cache takes half of the bytes; None is "auto", the dtype of
+                compute, or what `profile` says. It chooses bits.
             revision: Branch, tag or commit of a Hugging Face id; None is its main branch.
             max_len: Longest prompt plus completion, in tokens. None is the model's context, or what
                 the cache holds where that is less.
@@ -164,12 +168,11 @@ class LLM:
         """
         _check_engine_options(engine_options)
         _check_choices(gpu_memory_utilization, generation_config)
-        profile = _profile_of(profile, dtype)
+        profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        sampling = _sampling_of(folder, generation_config)
-        tokenizer = Tokenizer.from_folder(folder)
+        sampling, tokenizer = _sampling_of(folder, generation_config), Tokenizer.from_folder(folder)
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes
@@ -534,13 +537,16 @@ class LLM:
             yield on_completion
 
 
-def _profile_of(profile: NumericsProfile | None, dtype: str | None) -> NumericsProfile:
-    """The given profile, or one of the given dtype."""
+def _profile_of(
+    profile: NumericsProfile | None, dtype: str | None, kv_cache_dtype: str | None
+) -> NumericsProfile:
+    """The given profile, or one of the given dtypes."""
     if profile is None:
-        dtype = dtype or "bfloat16"
-        return NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        return NumericsProfile.of(dtype or "bfloat16", kv_cache_dtype or AUTO)
     if dtype is not None:
         raise ValueError(f"{dtype=} does not go with a profile, which has the dtypes")
+    if kv_cache_dtype is not None:
+        raise ValueError(f"{kv_cache_dtype=} does not go with a profile, which has its own")
     return profile
 
 

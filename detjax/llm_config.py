@@ -89,12 +89,13 @@ class LLMConfig:
         """Return what runs, and what decides its bits, as lines for people."""
         model, engine, profile = self.model, self.engine, self.profile
         cast = "" if self.weight_cast == NO_CAST else f" (cast from {self.weight_cast})"
+        cache = f", {profile.kv_cache_dtype} cache" if profile.has_fp8_cache else ""
         return {
             "model": f"{self.name}: {model.family}, {model.num_layers} layers of "
             f"{model.hidden_size}, vocabulary {model.vocab_size}, context "
             f"{model.max_position_embeddings}",
-            "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute, "
-            f"fingerprint {self.fingerprint}",
+            "numerics": f"{profile.weight_dtype} weights{cast}, {profile.compute_dtype} compute"
+            f"{cache}, fingerprint {self.fingerprint}",
             "mode": _MODES[engine.mode],
             **({} if self.speculative is None else {"drafts": str(self.speculative)}),
             "backend": f"{self.backend.value} ({self.backend_reason})",

@@ -22,7 +22,7 @@ import jaxlib
 import detjax
 from detjax.compilation.source import cpu_arch, source_hash
 from detjax.compilation.toolchain import DATA_DIR_FLAG, toolchain
-from detjax.defaults import NO_CAST
+from detjax.defaults import AUTO, FP8_CACHE, NO_CAST, kv_cache_dtype_of
 
 NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
@@ -50,9 +50,12 @@ class NumericsProfile:
         compute_dtype: What activations, the residual stream and the cache are rounded to.
             Products and sums are float32 in either. float32 with 16-bit weights is the LayerCast
             profile (Yuan et al. 2025, arXiv:2506.09501).
+        kv_cache_dtype: What keys and values are rounded to when they are written to the cache,
+            which is what all queries read: "auto" for the compute dtype, or "fp8_e4m3".
 
     Raises:
-        ValueError: If a field is out of range, or float32 weights would be rounded to bfloat16.
+        ValueError: If a field is out of range, float32 weights would be rounded to bfloat16, or
+            8-bit keys do not go with float32 compute.
     """
 
     version: int = NUMERICS_VERSION
@@ -62,6 +65,7 @@ class NumericsProfile:
     vocab_block: int = 128
     weight_dtype: str = "bfloat16"
     compute_dtype: str = "bfloat16"
+    kv_cache_dtype: str = AUTO
 
     def __post_init__(self):
         """Refuse what is not specified."""
@@ -87,11 +91,42 @@ class NumericsProfile:
                 "float32 weights with bfloat16 compute would round the weights inside the "
                 "products; use --dtype bfloat16 or --compute float32"
             )
+        if kv_cache_dtype_of(self.kv_cache_dtype) != self.kv_cache_dtype:
+            raise ValueError(f"{self.kv_cache_dtype=} must be {FP8_CACHE!r} in a profile")
+        if self.has_fp8_cache and self.compute_dtype != "bfloat16":
+            raise ValueError(
+                f"kv_cache_dtype={FP8_CACHE!r} does not go with {self.compute_dtype} compute; use "
+                "--kv-cache-dtype auto or --compute bfloat16"
+            )
 
     @property
     def activation_dtype(self) -> jnp.dtype:
         """`compute_dtype` as a JAX dtype."""
         return jnp.dtype(DTYPES[self.compute_dtype])
+
+    @classmethod
+    def of(cls, dtype: str, kv_cache_dtype: str = AUTO) -> "NumericsProfile":
+        """The profile of options: weights and compute of a dtype, and a cache by vLLM's names."""
+        cache = kv_cache_dtype_of(kv_cache_dtype)
+        return cls(weight_dtype=dtype, compute_dtype=dtype, kv_cache_dtype=cache)
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the cache holds keys and values as float8_e4m3fn."""
+        return self.kv_cache_dtype == FP8_CACHE
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """What an array of keys and values is stored as: the bits of a float8 as uint8."""
+        # WHY: XLA's CPU backend converts a whole array of float8 to scatter into it.
+        return jnp.dtype(jnp.uint8) if self.has_fp8_cache else self.activation_dtype
+
+    def facts(self) -> dict[str, object]:
+        """The fields by name, without the dtype of the cache where that is "auto"."""
+        values = dataclasses.asdict(self)
+        if self.kv_cache_dtype == AUTO:
+            del values["kv_cache_dtype"]
+        return values
 
     @property
     def param_dtype(self) -> jnp.dtype:
@@ -204,7 +239,7 @@ def fingerprint(
         quantization: The format that the weights were expanded from.
     """
     parts: dict[str, object] = {
-        "profile": dataclasses.asdict(profile),
+        "profile": profile.facts(),
         "build": build.facts(),
     }
     if weight_cast != NO_CAST:

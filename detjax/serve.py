@@ -78,6 +78,7 @@ _MODEL = (
     options.DTYPE,
     options.CAST_WEIGHTS,
     options.QUANTIZED_WEIGHTS,
+    options.KV_CACHE_DTYPE,
     options.GENERATION_CONFIG,
     options.CHAT_TEMPLATE,
     options.ENABLE_LORA,

@@ -55,7 +55,9 @@ def test_a_run_scores_the_model_and_each_copy(tmp_path):
         ]
     )
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    plain, int8, int4 = (json.loads(line) for line in lines)
+    plain, cached, int8, int4 = (json.loads(line) for line in lines)
+    assert (cached["scheme"], cached["kv_cache_dtype"]) == ("bfloat16", "fp8_e4m3")
+    assert cached["difference_nats"] != 0 and plain["kv_cache_dtype"] == "auto"
     assert [row["scheme"] for row in (plain, int8, int4)] == [
         "bfloat16",
         "int8-w8a16",

@@ -741,18 +741,21 @@ def test_quality_has_a_line_for_each_scheme_and_form(write):
     assert quality.section() == []
     row = {"model": "m", "windows": 2, "length": 8, "bytes": 50, "text": "t.txt", "gpu": "cpu",
            "date": "2026-01-02", "commit": "abc", "scheme": "int4-w4a16", "weights": "auto",
-           "group_size": 64, "nats_per_token": 2.5, "bits_per_byte": 1.25,
+           "group_size": 64, "kv_cache_dtype": "auto", "nats_per_token": 2.5, "bits_per_byte": 1.25,
            "difference_nats": 0.5, "difference_se": 0.125, "same_greedy": 0.75}  # fmt: skip
-    write("quality", row, row | {"weights": "w8a8", "group_size": 0}, gpu="cpu")
+    other = row | {"weights": "w8a8", "group_size": 0, "kv_cache_dtype": "fp8_e4m3"}
+    write("quality", row, other, gpu="cpu")
     (path,) = (rows.RESULTS / "cpu").iterdir()
     path.write_text(path.read_text().replace("NVIDIA CPU", "cpu"))
     four, eight = tables(quality.section())[0]
     assert four == {
-        "scheme": "`int4-w4a16`, groups of 64", "activations": "bfloat16", "nats a token": "2.5000",
+        "scheme": "`int4-w4a16`, groups of 64", "activations": "bfloat16",
+        "cache": "bfloat16", "nats a token": "2.5000",
         "bits a byte": "1.2500", "worse by, nats a token": "0.5000 ± 0.1250",
         "same greedy token": "75.0%",
     }  # fmt: skip
     assert eight["scheme"] == "`int4-w4a16`" and eight["activations"].startswith("8 bits")
+    assert eight["cache"].startswith("8 bits")
 
 
 def test_every_test_of_a_claim_is_there():

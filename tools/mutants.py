@@ -39,6 +39,7 @@ SPECULATION = "tests/engine/test_speculation.py"
 CHOICE, ROUNDING = "tests/engine/test_choice.py", "tests/pallas_kernels/test_rounding.py"
 DELTA_RULE = "tests/pallas_kernels/test_delta_rule_sm90.py"
 PINNED = "tests/invariance/test_pinned.py"
+FLOAT8_CACHE = "tests/pallas_kernels/test_float8_cache.py"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -643,6 +644,40 @@ MUTANTS = (
             "tests/pallas_kernels/test_attention_sm90.py"
             "::test_loading_the_written_keys_of_a_last_page_is_bitwise_schedule_invariant",
         ),
+    ),
+    Mutant(
+        name="unrounded-keys-of-a-chunk",
+        fault="a chunk attends to its own keys and values before they are rounded to float8",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/reference.py",
+                old="    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)\n",
+                new="    from detjax.pallas_kernels import float8_cache\n\n"
+                "    wide = float8_cache.widened(place.pages, qkv.dtype)\n"
+                "    place = place._replace(pages=wide)\n"
+                "    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)\n",
+            ),
+            Edit(
+                where=f"{KERNELS}/attention/reference.py",
+                old="window=window, profile=profile, sinks=sinks), pages",
+                new="window=window, profile=profile, sinks=sinks), float8_cache.narrow_rows(pages)",
+            ),
+        ),
+        tests=(f"{FLOAT8_CACHE}::test_every_query_attends_to_rounded_keys_of_its_own_chunk_too",),
+    ),
+    Mutant(
+        name="float8-toward-zero",
+        fault="keys and values are cut to float8, not rounded to nearest",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/float8_cache.py",
+                old="    kept = jnp.clip(x.astype(jnp.float32), -LARGEST_FLOAT8, LARGEST_FLOAT8)\n",
+                new="    kept = jnp.clip(x.astype(jnp.float32), -LARGEST_FLOAT8, LARGEST_FLOAT8)\n"
+                "    kept = lax.bitcast_convert_type(kept, jnp.uint32) & jnp.uint32(0xFFF00000)\n"
+                "    kept = lax.bitcast_convert_type(kept, jnp.float32)\n",
+            ),
+        ),
+        tests=(f"{FLOAT8_CACHE}::test_each_bfloat16_becomes_the_nearest_float8",),
     ),
     Mutant(
         name="state-of-a-failed-draft",

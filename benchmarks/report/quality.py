@@ -8,8 +8,11 @@ import json
 
 from benchmarks.report import rows as committed
 from benchmarks.report.rows import Format, cell, table
+from detjax.defaults import AUTO, FP8_CACHE
 
 MADE_WITH = {"auto": "bfloat16", "w8a8": "8 bits (`--quantized-weights w8a8`)"}
+
+CACHES = {AUTO: "bfloat16", FP8_CACHE: "8 bits (`--kv-cache-dtype fp8`)"}
 
 
 def _scheme(row: dict) -> str:
@@ -20,6 +23,7 @@ def _scheme(row: dict) -> str:
 COLUMNS: dict[str, Format] = {
     "scheme": _scheme,
     "activations": lambda row: MADE_WITH[row["weights"]],
+    "cache": lambda row: CACHES[row["kv_cache_dtype"]],
     "nats a token": "{nats_per_token:.4f}",
     "bits a byte": "{bits_per_byte:.4f}",
     "worse by, nats a token": "{difference_nats:.4f} ± {difference_se:.4f}",

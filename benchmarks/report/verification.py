@@ -326,6 +326,16 @@ CLAIMS = (
         ),
     ),
     Claim(
+        name="a cache of 8 bits (`--kv-cache-dtype fp8`)",
+        tests=(
+            "tests/invariance/test_float8_cache.py::"
+            "test_answers_are_bitwise_batch_and_schedule_invariant",
+            "tests/pallas_kernels/test_float8_cache.py::"
+            "test_every_query_attends_to_rounded_keys_of_its_own_chunk_too",
+        ),
+        evidence=None,
+    ),
+    Claim(
         name="speculation",
         tests=(
             "tests/engine/test_speculation.py::test_a_draft_model_changes_no_bit",

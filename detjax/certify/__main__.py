@@ -54,6 +54,7 @@ _MODEL = (
     options.DTYPE,
     options.CAST_WEIGHTS,
     options.QUANTIZED_WEIGHTS,
+    options.KV_CACHE_DTYPE,
     options.BACKEND,
 )
 _MESH = options.TP, options.DP, _DEVICES

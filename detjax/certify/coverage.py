@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Collection
 
 from detjax.cli.options import DTYPES
+from detjax.defaults import AUTO
 from detjax.engine.config import MODES
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
@@ -73,15 +74,22 @@ REFUSED: dict[tuple[str, Backend], str] = {
 that, and finds the same."""
 
 
-def refusals(config: ModelConfig, tp: int) -> dict[tuple[str, Backend], str | None]:
-    """Return why each backend refuses this model, by dtype; every kernel of a step is traced."""
+def refusals(
+    config: ModelConfig, tp: int, kv_cache_dtype: str = AUTO
+) -> dict[tuple[str, Backend], str | None]:
+    """Return why each backend refuses this model, by dtype; every kernel of a step is traced.
+
+    A cache of float8 is that of bfloat16 compute.
+    """
     return {
-        (dtype, backend): why_unsupported(
-            config, NumericsProfile(weight_dtype=dtype, compute_dtype=dtype), backend, tp
-        )
+        (dtype, backend): why_unsupported(config, _profile_of(dtype, kv_cache_dtype), backend, tp)
         for dtype in DTYPES
         for backend in Backend
     }
+
+
+def _profile_of(dtype: str, kv_cache_dtype: str) -> NumericsProfile:
+    return NumericsProfile.of(dtype, kv_cache_dtype if dtype == "bfloat16" else AUTO)
 
 
 def coverage_map(
@@ -103,12 +111,12 @@ def coverage_map(
         if name != THIS:
             test = TESTED.get((name, dtype, backend.value, mode))
             return f"tested: {test}" if test else "not covered"
-        profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+        profile = _profile_of(dtype, model.profile.kv_cache_dtype)
         if (profile, backend) != (model.profile, model.backend) or mode not in modes:
             return "not covered by this run"
         return "proven here" if is_proven else "not proven"
 
-    own = refusals(model.config, model.mesh.shape[TP_AXIS])
+    own = refusals(model.config, model.mesh.shape[TP_AXIS], model.profile.kv_cache_dtype)
     refused = {THIS: own} | {family.name: REFUSED for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [

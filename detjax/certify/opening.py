@@ -47,7 +47,7 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:
-    profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
+    profile = NumericsProfile.of(args.dtype, args.kv_cache_dtype)
     if args.random_weights is None:
         folder = find_model(args.model, revision=args.revision)
         model, _ = load_on_devices(

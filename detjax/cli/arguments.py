@@ -233,6 +233,7 @@ class GenerateArgs:
         ),
         _NUMERICS,
     )
+    kv_cache_dtype: str = _as(options.KV_CACHE_DTYPE, _NUMERICS)
     backend: str = _as(options.BACKEND, _NUMERICS)
     tp: int = _as(options.TP, _SCHEDULE)
     dp: int = _as(options.DP, _SCHEDULE)

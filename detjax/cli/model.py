@@ -19,7 +19,7 @@ from detjax.cli.options import (
     read_speculative_config,
 )
 from detjax.cli.processes import Processes, join_processes
-from detjax.defaults import GPU_MEMORY_UTILIZATION
+from detjax.defaults import GPU_MEMORY_UTILIZATION, kv_cache_dtype_of
 from detjax.engine.config import EngineConfig
 from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import NO_TRACE, TracesEvents
@@ -262,7 +262,10 @@ def _load(
     from detjax.opening import MeshError, load_on_devices
 
     with bad_input():
-        profile = NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.compute)
+        profile = NumericsProfile(
+            weight_dtype=args.dtype, compute_dtype=args.compute,
+            kv_cache_dtype=kv_cache_dtype_of(args.kv_cache_dtype),
+        )  # fmt: skip
         try:
             return load_on_devices(
                 folder,

@@ -19,7 +19,7 @@ from detjax import defaults
 from detjax.cli.errors import InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
-from detjax.defaults import AUTO, NO_CAST
+from detjax.defaults import AUTO, KV_CACHE_DTYPES, NO_CAST
 from detjax.engine.config import EAGLE3, MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import METHODS, SpeculativeConfig
@@ -211,6 +211,13 @@ QUANTIZED_WEIGHTS = Option(
     "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. These change no "
     "bit. w8a8: 8-bit weights, multiplied with activations of 8 bits, quantised as the checkpoint "
     "asks: by token, by group, or with its own scales; it chooses bits",
+)
+KV_CACHE_DTYPE = Option(
+    name="kv_cache_dtype",
+    default=AUTO,
+    choices=(*KV_CACHE_DTYPES, "fp8"),
+    help="what keys and values are rounded to when they are written to the cache: auto is the "
+    "dtype of compute; fp8_e4m3, or fp8, takes half of its bytes. It chooses bits",
 )
 BACKEND = Option(
     name="backend",

@@ -95,6 +95,7 @@ _MODEL = (
             f"{options.MODEL.shown_default}"),
     options.REVISION,
     options.DTYPE,
+    options.KV_CACHE_DTYPE,
     options.CAST_WEIGHTS,
 )  # fmt: skip
 _SAMPLING = (replace(options.MAX_TOKENS, default=16), *options.SAMPLING[1:])
@@ -279,7 +280,7 @@ def _find(
         quantized_weights = weights_option(receipt.model["quantization"])
         profile = NumericsProfile(**receipt.numerics["profile"])
         cast_weights = receipt.model["weight_cast"].rpartition(" to ")[2]
-    profile = profile or NumericsProfile(weight_dtype=args.dtype, compute_dtype=args.dtype)
+    profile = profile or NumericsProfile.of(args.dtype, args.kv_cache_dtype)
     with bad_input("--model: "):
         if receipt is None:
             folder = find_model(name, revision=args.revision)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Cached, Float32, Int32
 from detjax.models.config import Gating
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import (
@@ -36,6 +36,7 @@ from detjax.models.params import MATRICES
 from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
+from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import (
     LARGEST,
@@ -365,10 +366,10 @@ def attention_layer(
     x: Activation[Array, "M D"],
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
+) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Write keys and values, then attend over the cache."""
     config, eps = ctx.config, ctx.config.rms_norm_eps
     qkv = product(x, weights["qkv"], x.dtype)
@@ -403,7 +404,7 @@ def attention_layer(
 
 def _gathered_attention(
     q: Activation[Array, "B T H C"],
-    pages: Activation[Array, "N 2 K P C"],
+    pages: Cached[Array, "N 2 K P C"],
     page_table: Int32[Array, "B n"],
     positions: Int32[Array, "B T"],
     window: int | None,
@@ -414,6 +415,7 @@ def _gathered_attention(
     batch, query_len, num_heads, channels = q.shape
     kv_heads, page_len = pages.shape[2:4]
     gathered = jnp.take(pages, page_table, axis=0, mode="clip")  # [B, n, 2, K, P, C]
+    gathered = widened(gathered, q.dtype)
     k, v = gathered[:, :, 0], gathered[:, :, 1]
     key_pos = jnp.arange(page_table.shape[1] * page_len, dtype=jnp.int32)[None]
     is_seen = key_pos[None] <= positions[:, :, None]  # [B, T, S]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Cached, Float32, Int32
 from detjax.models.config import ExpertConfig, Gating, ModelConfig
 from detjax.models.params import kv_layout
 from detjax.models.taps import NO_TAPS, NoTaps, Share, Taps
@@ -223,10 +223,10 @@ def attend(
     qkv: Activation[Array, "M o"],
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
+) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Attention of projected tokens. Returns the cache and this rank's heads."""
     config = ctx.config
     if config.attention_softcap is not None:
@@ -264,12 +264,12 @@ def attend_from(
     qkv: Activation[Array, "M o"],
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     tokens: Tokens,
     layer: int,
     *,
     wanted: Int32[Array, " B"] | None,
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "R i"]]:
+) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "R i"]]:
     """`attend` from one token of each sequence; the others leave their keys and values.
 
     None wants all.

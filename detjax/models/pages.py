@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from detjax.array_types import Activation, Array
+from detjax.array_types import Array, Cached
 from detjax.models.config import ModelConfig
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.delta_rule.sizes import states_of_page
@@ -23,7 +23,8 @@ class HybridPages:
     All are split alike over a mesh: pages over "dp", heads (their fourth axis) over "tp".
 
     Attributes:
-        kv: [L, N, 2, K, P, C]: keys and values of the layers with attention.
+        kv: [L, N, 2, K, P, C]: keys and values of the layers with attention; 8 bits are those of a
+            float8.
         rows: [L, N, 1, K, P, X]: what the others keep of each token, K heads of keys.
         states: float32 [L, N, Z, H, I, C]: the state behind each of Z blocks, H heads of values.
     """
@@ -33,16 +34,16 @@ class HybridPages:
     states: Any
 
 
-CachePages = Activation[Array, "L N 2 K P C"] | HybridPages
+CachePages = Cached[Array, "L N 2 K P C"] | HybridPages
 """The cache of a model; an array alone where all layers have attention."""
 
 
-def kv_of(pages: CachePages) -> Activation[Array, "L N 2 K P C"]:
+def kv_of(pages: CachePages) -> Cached[Array, "L N 2 K P C"]:
     """Pages of the layers with attention."""
     return pages.kv if isinstance(pages, HybridPages) else pages
 
 
-def with_kv(pages: CachePages, kv: Activation[Array, "L N 2 K P C"]) -> CachePages:
+def with_kv(pages: CachePages, kv: Cached[Array, "L N 2 K P C"]) -> CachePages:
     """The cache with other pages of the layers with attention."""
     return dataclasses.replace(pages, kv=kv) if isinstance(pages, HybridPages) else kv
 
@@ -63,7 +64,7 @@ def cache_of(
     )  # fmt: skip
     num_linear = 0 if linear is None else sum(linear.layers)
     num_layers = config.num_layers - num_linear
-    kv = make(num_layers, 2, num_kv_slots, page_len, config.head_dim, dtype=dtype)
+    kv = make(num_layers, 2, num_kv_slots, page_len, config.head_dim, dtype=profile.cache_dtype)
     if linear is None:
         return kv
     states = states_of_page(page_len), linear.num_value_heads, linear.key_dim, linear.value_dim

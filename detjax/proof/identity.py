@@ -117,7 +117,7 @@ class Identifier:
             },
             numerics={
                 "fingerprint": model.fingerprint,
-                "profile": dataclasses.asdict(model.profile),
+                "profile": model.profile.facts(),
             },
             build=build.facts() | ({"driver": driver()} if model.backend.platform == "gpu" else {}),
         )

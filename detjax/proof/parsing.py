@@ -234,6 +234,8 @@ def _check_fields(
 def _check_profile(profile: dict[str, Any]) -> None:
     """Check that this build knows the profile, and the type of each of its fields."""
     known = {field.name: type(field.default) for field in dataclasses.fields(NumericsProfile)}
+    if "kv_cache_dtype" not in profile:  # where it is "auto" (`NumericsProfile.facts`)
+        del known["kv_cache_dtype"]
     kinds: dict[str, tuple[str, _Check]] = {
         name: (kind.__name__, lambda value, kind=kind: type(value) is kind)
         for name, kind in known.items()

@@ -57,6 +57,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             dtype=args.dtype,
             cast_weights=args.cast_weights,
             quantized_weights=args.quantized_weights,
+            kv_cache_dtype=args.kv_cache_dtype,
             backend=args.backend,
             tp=args.tp,
             dp=args.dp,

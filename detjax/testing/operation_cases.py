@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from detjax.certify.operands import PRODUCT_KINDS, draw_operands
+from detjax.defaults import FP8_CACHE
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.models.adapters.low_rank import Adapter
@@ -63,6 +64,7 @@ from detjax.testing.folders import write_model_folder
 
 BF16, F32 = ml_dtypes.bfloat16, jnp.dtype(jnp.float32)
 PROFILE = NumericsProfile()
+FLOAT8_CACHE = NumericsProfile(kv_cache_dtype=FP8_CACHE)
 FAMILY_FOLDERS = (
     "exaone4",
     "gemma3",
@@ -179,6 +181,44 @@ def _attention_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
                 )
 
             yield f"attention {channels} window {window} queries {query_len}", run
+
+
+def _float8_cache_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Attention over a cache of float8: decode steps of few and many sequences, and chunks."""
+
+    def bf16(*shape, scale=1.0):
+        return jnp.asarray((rng.standard_normal(shape) * scale).astype(BF16))
+
+    for channels, batch, query_len, window in (
+        (128, 1, 1, None), (128, 8, 1, None), (64, 8, 1, None), (128, 80, 1, None),
+        (128, 128, 1, None), (128, 2, 5, None), (64, 2, 70, None), (96, 2, 70, 100),
+        (128, 2, 140, None),
+    ):  # fmt: skip
+        heads, kv_heads, table_len = 8, 2, 8 if batch <= 8 else 5
+        shape = 1, table_len * batch, 2, kv_heads, 128, channels
+        # Magnitudes from 2**-6 to 8, with signs.
+        codes = rng.integers(0x08, 0x50, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
+        pages = jnp.asarray(codes.astype(np.uint8))
+        table = rng.permutation(shape[1]).reshape(batch, table_len)
+        last_start = table_len * 128 - query_len
+        starts = np.asarray([800, 5, 0, 127, 128, 511, 512, 640])[:batch]
+        if batch > len(starts):
+            starts = rng.integers(0, last_start, batch)
+        positions = jnp.asarray(starts[:, None] + np.arange(query_len), jnp.int32)
+        angles = rng.uniform(0, 6, (batch * query_len, channels // 2))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        qkv = bf16(batch * query_len, heads + 2 * kv_heads, channels, scale=2.0)
+        gains = bf16(channels), bf16(channels)
+
+        def run(on, qkv=qkv, cos=cos, sin=sin, gains=gains, pages=pages, table=table,
+                positions=positions, window=window):  # fmt: skip
+            place = CachePlace(pages, jnp.asarray(table, jnp.int32), positions, layer=0)
+            return rope_attention(
+                qkv, Rotation(cos, sin, gains), place,
+                window=window, eps=EPS, profile=FLOAT8_CACHE, backend=on,
+            )  # fmt: skip
+
+        yield f"float8 cache {channels} batch {batch} queries {query_len} window {window}", run
 
 
 def _sink_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
@@ -653,6 +693,7 @@ _GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]],
     (_clamped_expert_cases, 9),
     (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
     (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),
+    (_float8_cache_cases, 14),
 )  # fmt: skip
 """Makers of cases and the seeds of their numbers; those that draw more are later."""
 
@@ -725,6 +766,8 @@ def answer_cases() -> dict[str, AnswerCase]:
     cases = {name: _dummy_case(config) for name, config in configs.items()}
     float32 = dataclasses.replace(PROFILE, compute_dtype="float32")
     cases["float32 activations"] = _dummy_case(configs["head 64, q/k norm"], float32)
+    for name in ("head 64, q/k norm", "experts"):
+        cases[f"float8 cache, {name}"] = _dummy_case(configs[name], FLOAT8_CACHE)
     requests = mixed_requests(12, vocab_size=4096, max_tokens=48)
     requests += adjusted_requests(vocab_size=4096, max_tokens=24)
     cases = {"bundled": AnswerCase(make=_bundled, requests=requests), **cases}

@@ -61,6 +61,7 @@ from detjax.testing.shapes import LAYOUTS, MOE_SHAPES
 BF16 = jnp.dtype(jnp.bfloat16)
 PROFILE = NumericsProfile()
 FLOAT32 = NumericsProfile(compute_dtype="float32")
+FLOAT8_CACHE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
 LARGE_BYTES = 1 << 20
 """Copies of less are of tokens, tables and results."""
 
@@ -212,40 +213,51 @@ def expert_share(num_rows: int) -> aot.CompiledProgram:
 
 def attend(
     batch: int, length: int, context: int, *, layout: str = "llama3_8b",
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, profile: NumericsProfile = PROFILE,
 ) -> aot.CompiledProgram:  # fmt: skip
     """Attention of the heads of a model; by default 32 and 8 of 128 channels."""
     num_pages, dims = context // 128, LAYOUTS[layout]
 
     def run(q, pages, table, positions):
         place = CachePlace(pages, table, positions, layer=0)
-        options = {"window": window, "softcap": softcap, "profile": PROFILE}
+        options = {"window": window, "softcap": softcap, "profile": profile}
         return attention(q, place, **options, backend=Backend.SM90)
 
+    pages = (1, batch * num_pages, 2, dims.num_kv_heads, 128, dims.channels)
     return aot.compile_program(
         run,
         _shape(batch, length, dims.num_heads, dims.channels),
-        _shape(1, batch * num_pages, 2, dims.num_kv_heads, 128, dims.channels),
+        _shape(*pages, dtype=profile.cache_dtype),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, length, dtype=jnp.int32),
     )
 
 
-def attend_new(batch: int, context: int, *, layout: str = "llama3_8b") -> aot.CompiledProgram:
+def attend_new(
+    batch: int, context: int, *, layout: str = "llama3_8b", profile: NumericsProfile = PROFILE
+) -> aot.CompiledProgram:
     """Rotation, cache write and attention of one new token a sequence."""
     num_pages, dims = -(-context // 128), LAYOUTS[layout]
 
     def run(qkv, cos, sin, pages, table, positions, o):
         return rope_attention(
             qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer=0),
-            window=None, eps=1e-5, profile=PROFILE, backend=Backend.SM90, prefetch=o,
+            window=None, eps=1e-5, profile=profile, backend=Backend.SM90, prefetch=o,
         )  # fmt: skip
 
     shapes = (
         _shape(batch, dims.num_heads + 2 * dims.num_kv_heads, dims.channels),
         _shape(batch, dims.channels // 2, dtype=jnp.float32),
         _shape(batch, dims.channels // 2, dtype=jnp.float32),
-        _shape(1, batch * num_pages, 2, dims.num_kv_heads, 128, dims.channels),
+        _shape(
+            1,
+            batch * num_pages,
+            2,
+            dims.num_kv_heads,
+            128,
+            dims.channels,
+            dtype=profile.cache_dtype,
+        ),
         _shape(batch, num_pages, dtype=jnp.int32),
         _shape(batch, 1, dtype=jnp.int32),
         _shape(4096, 4096),
@@ -625,6 +637,11 @@ PROGRAMS = {
     "attention_verify_256": lambda: attend(8, 4, 1024, layout="qwen3_5_4b"),
     "new_token_256": lambda: attend_new(8, 1025, layout="gemma3_4b"),
     "new_token_256_many": lambda: attend_new(64, 1025, layout="qwen3_5_4b"),
+    "float8_prefill": lambda: attend(1, 4096, 4096, profile=FLOAT8_CACHE),
+    "float8_verify": lambda: attend(8, 16, 32768, profile=FLOAT8_CACHE),
+    "float8_new_token": lambda: attend_new(8, 1025, profile=FLOAT8_CACHE),
+    "float8_new_token_one": lambda: attend_new(1, 1025, profile=FLOAT8_CACHE),
+    "float8_new_token_many": lambda: attend_new(64, 1025, profile=FLOAT8_CACHE),
     "decode_step": decode_step,
     "decode_launch": lambda: decode_launch("invariant", "full"),
     "draft_launch": lambda: decode_launch("fast", "int8"),

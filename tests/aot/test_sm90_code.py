@@ -38,6 +38,8 @@ UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguard
 NEW_TOKEN_SPILL_BYTES = 28
 """Where a CTA takes whole sequences and rotates their new tokens: scalars, once a sequence, outside
 the loop over blocks."""
+FLOAT8_SPILL_BYTES = 48
+"""There, where loading warpgroups need 8 registers more."""
 
 
 PROMPT_SHAPES = {"m64n8k16", "m64n256k16"}
@@ -253,6 +255,23 @@ def test_a_new_token_takes_one_kernel_and_no_copy_of_the_cache(name, kernel, mos
     assert spills(program).get(kernel, 0) <= most_spilled
     assert program["copies"] == []
     assert program["temp_bytes"] < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "most_spilled"),
+    [
+        ("float8_new_token", "attention_cluster_sm90", 0),
+        ("float8_new_token_one", "attention_spread_sm90", 0),
+        ("float8_new_token_many", "attention_sequences_sm90", FLOAT8_SPILL_BYTES),
+        ("float8_verify", "attention_splits_sm90", 0),
+        ("float8_prefill", "attention_prefill_sm90", 4),
+    ],
+)
+def test_pages_of_float8_are_widened_in_one_kernel_without_a_copy(name, kernel, most_spilled):
+    program = compiled(name)
+    assert kernel in {k["name"] for k in program["kernels"]}
+    assert spills(program).get(kernel, 0) <= most_spilled
+    assert program["copies"] == []
 
 
 @pytest.mark.parametrize(

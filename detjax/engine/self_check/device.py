@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Int32, UInt32
+from detjax.array_types import Array, Cached, Int32, UInt32
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
 from detjax.models.loading import LoadedModel
 from detjax.models.pages import CachePages
@@ -58,11 +58,14 @@ def _filler(shape: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
     return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)
 
 
-def _random_pages(shape: tuple[int, ...], dtype) -> Activation[Array, "L N X K P C"]:
+def _random_pages(shape: tuple[int, ...], dtype) -> Cached[Array, "L N X K P C"]:
     bits = _indices(shape)
     is_value = lax.broadcasted_iota(jnp.uint32, shape, 2)
     # Sign, 8 bits of exponent, mantissa: alike in float32 and bfloat16, which is its upper half.
     exponent = jnp.where(is_value == 1, np.uint32(0x40000000), np.uint32(0x3F000000))
+    if jnp.dtype(dtype) == jnp.uint8:  # of float8_e4m3fn: 4 bits of exponent, 3 of mantissa
+        exponent = jnp.where(is_value == 1, np.uint32(0x40), np.uint32(0x30))
+        return ((bits >> np.uint32(24)) & np.uint32(0x87) | exponent).astype(jnp.uint8)
     bits = (bits & np.uint32(0x807FFFFF)) | exponent
     if jnp.dtype(dtype).itemsize == 4:
         return lax.bitcast_convert_type(bits, dtype)

@@ -47,7 +47,7 @@ def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int
     def local(params, tables, ids):
         taps = FeatureTaps(layers)
         tokens = Tokens(ids=ids, positions=jnp.asarray(positions), page_table=jnp.asarray(table))
-        pages = jnp.zeros(pages_shape, model.profile.activation_dtype)
+        pages = jnp.zeros(pages_shape, model.profile.cache_dtype)
         watched = dataclasses.replace(context, taps=taps)
         _, last = forward(watched, params, tables, pages, tokens)
         return taps.features().reshape(batch, length, -1), last.reshape(batch, length, -1)

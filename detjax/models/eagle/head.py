@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Cached, Float32, Int32
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, load_eagle_config
@@ -317,10 +317,10 @@ def write_keys(
     eagle: EagleConfig,
     params: Params,
     tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     tokens: Tokens,
     hidden: Activation[Array, "M D"],
-) -> Activation[Array, "L N 2 K P C"]:
+) -> Cached[Array, "L N 2 K P C"]:
     """Put the head's keys and values of tokens into its cache; arguments as `eagle_pass`'s."""
     _, rows = _layer_rows(ctx, eagle, params, tokens, hidden)
     cos, sin = rope_rows(tables, tokens.positions)
@@ -340,11 +340,11 @@ def eagle_pass(
     eagle: EagleConfig,
     params: Params,
     tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     tokens: Tokens,
     hidden: Activation[Array, "M D"],
     wanted: Int32[Array, " B"],
-) -> tuple[Activation[Array, "L N 2 K P C"], Activation[Array, "B D"]]:
+) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "B D"]]:
     """Run the head on tokens, each with the hidden state of the token before it.
 
     Args:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention of new tokens over the paged cache: prefill, decode and verify in one."""
 
-from detjax.array_types import Activation, Array, Int32
+from detjax.array_types import Activation, Array, Cached, Int32
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -63,7 +63,7 @@ def attention(
 
 def _check_queries(
     q: Activation[Array, "B T H C"],
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     page_table: Int32[Array, "B n"],
     positions: Int32[Array, "B T"],
 ) -> None:
@@ -87,7 +87,7 @@ def rope_attention(
     backend: Backend,
     prefetch: Activation[Array, "O I"] | None = None,
     sinks: Activation[Array, " H"] | None = None,
-) -> tuple[Activation[Array, "B T H C"], Activation[Array, "L N 2 K P C"]]:
+) -> tuple[Activation[Array, "B T H C"], Cached[Array, "L N 2 K P C"]]:
     """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
 
     On `sm90` a decode step does both in one launch where it can.

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from detjax.numerics import LOG2_E, NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -177,7 +178,7 @@ def _attention(
         def load(i):
             page, layer = table_ref[seq, i], layer_ref[0]
             k, v = (pages_ref[layer, page, which, head, :, :] for which in (0, 1))
-            return k.astype(jnp.float32), v.astype(jnp.float32)
+            return widened(k, jnp.dtype(jnp.float32)), widened(v, jnp.dtype(jnp.float32))
 
         tile = _Tile(
             query=q_ref[pl.program_id(0), tile_rows, :].astype(jnp.float32),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.float8_cache import holds_float8, widened_pages
 from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
@@ -28,6 +29,8 @@ def attention(
             "attention of the reference backend has sinks and soft caps in bfloat16 alone, as "
             "sm90; use portable"
         )
+    if holds_float8(place.pages):
+        place = widened_pages(place, q.dtype)
     pages, page_table, positions, layer = place
     channels = q.shape[3]
     if q.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != q.dtype:

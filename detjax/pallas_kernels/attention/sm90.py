@@ -27,6 +27,7 @@ from detjax.pallas_kernels.attention.sm90_decode_listed import (
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, attend_spread
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
+from detjax.pallas_kernels.float8_cache import holds_float8
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
@@ -122,11 +123,13 @@ def attention(
         config = decode_config(
             batch=q.shape[0], query_len=q.shape[1], kv_heads=pages.shape[3], group=group,
             channels=q.shape[3], table_len=page_table.shape[1], per_split=per_split,
-            has_sinks=sinks is not None,
+            has_sinks=sinks is not None, reads_float8=holds_float8(pages),
         )  # fmt: skip
         config = dataclasses.replace(config, softcap=softcap)
         return decode(q, place, sinks, config=config, is_interpreted=is_interpreted)
-    config = PrefillConfig(blocks_per_split=per_split, softcap=softcap)
+    config = PrefillConfig(
+        blocks_per_split=per_split, softcap=softcap, reads_float8=holds_float8(pages)
+    )
     return prefill(q, place, sinks, window=window, config=config, is_interpreted=is_interpreted)
 
 
@@ -156,7 +159,7 @@ def rope_attention(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=place.page_table.shape[1],
             per_split=profile.attention_split // profile.attention_block, is_new=True,
-            has_sinks=sinks is not None,
+            has_sinks=sinks is not None, reads_float8=holds_float8(pages),
         )  # fmt: skip
         return decode_new_token(
             qkv, rotation, place, prefetch if config.prefetched else None, sinks,
@@ -179,6 +182,7 @@ def decode_config(
     per_split: int,
     is_new: bool = False,
     has_sinks: bool = False,
+    reads_float8: bool = False,
 ) -> DecodeConfig:
     """How decode spreads its work: for speed alone.
 
@@ -224,6 +228,7 @@ def decode_config(
         spread=spread,
         scores_ahead=query_len == 1 and not (whole or spread or num_compute > 1 or is_wide),
         keys_at_once=KEYS_AT_ONCE,
+        reads_float8=reads_float8,
         prefetched=PREFETCHED if spread else PREFETCHED_BEHIND if is_new and cluster > 1 else 0,
     )
 
@@ -298,7 +303,7 @@ def decode_new_token(
         dtype=qkv.dtype, config=config, is_interpreted=is_interpreted,
         new_token=NewToken(
             kv_heads=kv_heads, group=group, channels=channels, eps=eps,
-            is_interpreted=is_interpreted,
+            is_float8=config.reads_float8, is_interpreted=is_interpreted,
         ),
     )  # fmt: skip
     operands = Operands(
@@ -342,11 +347,17 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
 
 def _check(x, pages, profile: NumericsProfile) -> None:
     """Refuse what the kernels do not do; the last axis of `x` is channels."""
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != x.dtype:
+    is_float8 = holds_float8(pages) and x.dtype == jnp.bfloat16
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or pages.dtype != x.dtype and not is_float8:
         raise NotImplementedError(
             f"attention on sm90 is bfloat16 or float32, not {x.dtype} with {pages.dtype}"
         )
     if x.shape[-1] not in CHANNELS:
         raise NotImplementedError(f"attention on sm90 has {CHANNELS} channels, not {x.shape[-1]}")
+    if is_float8 and x.shape[-1] > bits.SPAN_CHANNELS:
+        raise NotImplementedError(
+            f"attention on sm90 has no heads of {x.shape[-1]} channels with a cache of float8; use "
+            "kv_cache_dtype auto, or another backend"
+        )
     if profile.attention_block != bits.BLOCK:
         raise NotImplementedError(f"{profile.attention_block=} must be {bits.BLOCK} on sm90")

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_float8_pages import pages_that_fit
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
@@ -20,6 +21,10 @@ STAGES = {1: 5, 2: 3}
 """Pages of keys or values in flight, for each of so many warpgroups of a CTA that compute."""
 WIDE_STAGES = 3
 """Likewise, of wide heads, whose pages are twice as large: one warpgroup computes."""
+WIDENED_STAGES = {1: 3, 2: 2}
+"""Pages that are widened from float8, for each warpgroup that computes."""
+CODE_BYTES = {1: 64 << 10, 2: 32 << 10}
+"""Bytes of float8 in flight, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,7 @@ class DecodeConfig:
             to a multiple of this: 32, 64, or 128 for whole pages.
         prefetched: Bytes of the next product's weights that CTAs ask into the L2 cache, once they
             have asked for their last page. Of new tokens alone.
+        reads_float8: Whether pages are float8, which loading warpgroups widen.
         blocks_per_split: Blocks of 128 keys in a split; the profile's.
         softcap: Of scores; the model's. Not of new tokens.
     """
@@ -61,6 +67,7 @@ class DecodeConfig:
     spread: bool = False
     keys_at_once: int = bits.BLOCK
     prefetched: int = 0
+    reads_float8: bool = False
     blocks_per_split: int = 4
     softcap: float | None = None
 
@@ -110,7 +117,8 @@ class Job:
     @property
     def num_slots(self) -> int:
         """Pages of keys or values in flight, for each warpgroup that computes."""
-        stages = WIDE_STAGES if self.is_wide else STAGES[self.config.num_compute]
+        by_computing = WIDENED_STAGES if self.config.reads_float8 else STAGES
+        stages = WIDE_STAGES if self.is_wide else by_computing[self.config.num_compute]
         return self.config.stages or stages
 
     @property
@@ -122,6 +130,13 @@ class Job:
     def query_slots(self) -> int:
         """Turns whose rows of queries are in flight; wide heads leave no memory for two."""
         return 1 if self.is_wide else 2
+
+    @property
+    def num_coded(self) -> int:
+        """Pages of float8 in flight, for each warpgroup that computes; 0 of other pages."""
+        if not self.config.reads_float8:
+            return 0
+        return pages_that_fit(CODE_BYTES[self.config.num_compute], self.channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +172,7 @@ class RunSlots(NamedTuple):
     kept_results: list  # what the schedule keeps there
     weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
     kept: Any  # [num_compute, 2, C], of new tokens
+    codes: Any  # [coded, BLOCK, C] uint8, of pages of float8
 
 
 class RunBarriers(NamedTuple):
@@ -167,6 +183,7 @@ class RunBarriers(NamedTuple):
     q_free: Any  # [1 or 2]
     free: Any  # [slots]
     own: Any  # the schedule's own, or None
+    codes_filled: Any  # [coded]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,11 +353,17 @@ def _shared_types(job: Job, schedule: DecodeSchedule) -> _Shared:
     ring = plgpu.SMEM((num_slots, bits.BLOCK, job.channels), job.dtype, transforms=swizzled)
     of_queries, of_ring = (plgpu.Barrier(num_barriers=n) for n in (job.query_slots, num_slots))
     weights = weights if job.is_interpreted else None
+    codes = codes_filled = None
+    if num_coded := num_compute * job.num_coded:
+        codes = plgpu.SMEM((num_coded, bits.BLOCK, job.channels), jnp.uint8)
+        codes_filled = plgpu.Barrier(num_barriers=num_coded)
     return _Shared(
-        RunSlots(q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept),
+        RunSlots(
+            q=q, ring=ring, kept_results=kept_results, weights=weights, kept=kept, codes=codes
+        ),
         RunBarriers(
             q_filled=of_queries, filled=of_ring, q_free=of_queries, free=of_ring,
-            own=schedule.barrier,
+            own=schedule.barrier, codes_filled=codes_filled,
         ),
     )  # fmt: skip
 

@@ -24,9 +24,12 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Memory,
     Run,
 )
+from detjax.pallas_kernels.attention.sm90_float8_pages import AT_ONCE, Widening, nothing_asked
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
 """Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
+WIDEN_REGISTERS = 8
+"""What loading warpgroups that widen take of the others' registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,15 +221,17 @@ def share_turns(work: DecodeWork, one_turn: Callable[[Turn], None]) -> None:
         one_turn(turn)
         return base + turn.run.blocks
 
+    taken = WIDEN_REGISTERS if work.job.config.reads_float8 else 0
+
     def compute():
         if count > 1:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS - taken, action="increase")
         lax.fori_loop(0, work.turns_of(wg), my_turn, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def load():
         if count > 1:
-            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+            plgpu.set_max_registers(LOAD_REGISTERS + taken, action="decrease")
         load_runs(work, wg - count)
 
     pl.when(wg < count)(compute)
@@ -244,14 +249,18 @@ def load_runs(
         first_page: Gives the first page of a turn's run, if it was read before.
     """
     job, memory = work.job, work.memory
-    count = job.config.num_compute
+    count, reads_float8 = job.config.num_compute, job.config.reads_float8
+    widening = _widening(work, owner) if reads_float8 else None
 
-    def one_run(index, base):
+    def one_run(index, carry):
+        base, asked = carry
         turn = index * count + owner if count > 1 else index
         run = work.run_at(turn)
         q_slot = lax.rem(turn, jnp.int32(job.query_slots))
         if job.new_token is None:
             first_row = (run.seq * job.kv_heads + run.kv_head) * job.rows_apart
+            if widening is not None:  # the queries are free once the pages of older runs are used
+                asked = widening.widen_all(2 * base, asked)
 
             @pl.when(turn >= job.query_slots)
             def _q_is_free():
@@ -264,10 +273,20 @@ def load_runs(
                 memory.barriers.q_filled.at[q_slot],
             )
 
-        def one_page(j, page):
+        def one_page(j, carry):
+            page, asked = carry
             next_page = run.page(jnp.minimum(j + 1, run.blocks - 1))
             index = base + j
+            num_written = run.last + 1 - (run.first_block + j) * bits.BLOCK
+            if widening is not None:
+
+                def one_half(half, asked):  # WHY: a loop, as twice the code compiles twice as long
+                    page_gmem = memory.pages.at[work.page_row(run, page, half)]
+                    return widening.ask(2 * index + half, asked, page_gmem, num_written)
+
+                return next_page, lax.fori_loop(0, 2, one_half, asked)
             for half in range(2):
+                page_gmem = memory.pages.at[work.page_row(run, page, half)]
                 slot = work.slot(turn, half, index)
 
                 @pl.when(2 * index + half >= job.num_slots)
@@ -275,26 +294,45 @@ def load_runs(
                     plgpu.barrier_wait(memory.barriers.free.at[slot])
 
                 load_written(
-                    run.last + 1 - (run.first_block + j) * bits.BLOCK,
-                    memory.pages.at[work.page_row(run, page, half)],
-                    memory.slots.ring.at[slot],
-                    memory.barriers.filled.at[slot],
-                    at_once=job.config.keys_at_once,
-                )
-            return next_page
+                    num_written, page_gmem, memory.slots.ring.at[slot],
+                    memory.barriers.filled.at[slot], at_once=job.config.keys_at_once,
+                )  # fmt: skip
+            return next_page, asked
 
         # Read with BLOCKS, not after it, and each next page ahead.
-        lax.fori_loop(0, run.blocks, one_page, first_page(turn, run))
-        return base + run.blocks
+        _, asked = lax.fori_loop(0, run.blocks, one_page, (first_page(turn, run), asked))
+        return base + run.blocks, asked
 
     turns = work.turns_of(owner)
-    total = lax.fori_loop(0, turns, one_run, jnp.int32(0))
+    total, asked = lax.fori_loop(0, turns, one_run, (jnp.int32(0), nothing_asked()))
     pl.when(owner == 0)(memory.ask_ahead)
+    if widening is not None:
+        widening.widen_all(2 * total, asked)
     rings = [(memory.barriers.free, job.num_slots, 2 * total)]
     if job.new_token is None:
         rings.append((memory.barriers.q_free, job.query_slots // count, turns))
     for free, num_slots, num_used in rings:
         bits.drain(free, num_used, owner * num_slots, num_slots)
+
+
+def _widening(work: DecodeWork, owner) -> Widening:
+    """How a loading warpgroup widens the pages of a computing one."""
+    job, memory = work.job, work.memory
+    barriers = memory.barriers
+
+    def with_page(number, fill):
+        slot = owner * job.num_slots + lax.rem(number, jnp.int32(job.num_slots))
+
+        def claim():
+            pl.when(number >= job.num_slots)(lambda: plgpu.barrier_wait(barriers.free.at[slot]))
+
+        fill(memory.slots.ring.at[slot], barriers.filled.at[slot], claim)
+
+    return Widening(
+        codes=memory.slots.codes, filled=barriers.codes_filled, first=owner * job.num_coded,
+        num_slots=job.num_coded, load=functools.partial(load_written, at_once=AT_ONCE),
+        with_page=with_page, is_interpreted=job.is_interpreted,
+    )  # fmt: skip
 
 
 def load_written(num_written, page_gmem, page_smem, filled, *, at_once: int) -> None:

@@ -15,10 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention.sm90_decode_cluster import merge_splits
@@ -30,6 +27,7 @@ from detjax.pallas_kernels.attention.sm90_decode_exchange import (
 )
 from detjax.pallas_kernels.attention.sm90_decode_job import Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_run import load_written
+from detjax.pallas_kernels.attention.sm90_float8_pages import AT_ONCE, widen_page
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.hopper_sums import score_scale
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
@@ -39,7 +37,7 @@ from detjax.pallas_kernels.sm90_ptx import read_now
 SPREAD_CHANNELS = 128
 """Of a head."""
 RING = 2
-"""Turns whose keys and values are in flight."""
+"""Turns whose keys and values are in flight; those of float8 are widened one at a time."""
 
 
 class _Arrays(NamedTuple):
@@ -74,6 +72,8 @@ class _Barriers(NamedTuple):
     k_free: Any  # [RING]
     v_free: Any  # [RING]
     meeting: Any  # [3], if interpreted
+    k_asked: Any  # [RING], of float8
+    v_asked: Any  # [RING * SPREAD]
 
 
 class _Shared(NamedTuple):
@@ -83,6 +83,8 @@ class _Shared(NamedTuple):
     k: Any  # [RING, BLOCK, C]
     v: Any  # [RING * SPREAD, BLOCK, share]
     kept: Any  # [2, C], the new token's key and value
+    k_codes: Any  # [RING, BLOCK, C] uint8, keys of float8
+    v_codes: Any  # [RING * SPREAD, BLOCK, share] uint8
     sent: Any  # `_Sent`, unless interpreted
     flags: Any  # [8] int32, barriers of `ClusterExchange`, unless interpreted
     weights: Any  # [ROWS, BLOCK], if interpreted
@@ -151,6 +153,11 @@ class _Cta:
         return self.job.config.cluster // SPREAD
 
     @property
+    def ring(self) -> int:
+        """Turns whose keys and values in bfloat16 are in shared memory."""
+        return _ring(self.job)
+
+    @property
     def share(self) -> int:
         """Channels of the output that a CTA adds up."""
         return self.job.channels // SPREAD
@@ -177,8 +184,9 @@ class _Cta:
 
     def load(self) -> None:
         """Keys of a block and a share of the values of its split, turn by turn."""
+        reads_float8 = self.job.config.reads_float8
 
-        def one_turn(turn, found):
+        def ask(turn, found):
             self.load_turn(turn, found)
             if self.arrays.prefetch is not None:
                 pl.when(turn == 0)(self.ask_ahead)
@@ -186,7 +194,16 @@ class _Cta:
                 turn + 1 < self.turns.num, lambda: self.pages_of(turn + 1), lambda: found
             )
 
-        lax.fori_loop(0, self.turns.num, one_turn, self.turns.first_pages)
+        def ask_and_widen(turn, found):
+            found = lax.cond(turn < self.turns.num, lambda: ask(turn, found), lambda: found)
+            pl.when(turn > 0)(lambda: self.widen_turn(turn - 1))
+            return found
+
+        if reads_float8:  # a turn while the next one is on its way
+            stop = self.turns.num + (self.turns.num > 0).astype(jnp.int32)
+            lax.fori_loop(0, stop, ask_and_widen, self.turns.first_pages)
+        else:
+            lax.fori_loop(0, self.turns.num, ask, self.turns.first_pages)
         for free in (self.shared.barriers.k_free, self.shared.barriers.v_free):
             bits.drain(free, self.turns.num)
 
@@ -197,14 +214,17 @@ class _Cta:
 
     def load_turn(self, turn, pages: tuple) -> None:
         """Copy the blocks of a turn that are there; `pages` are theirs."""
-        shared, part = self.shared, self.place.part
+        shared, part, barriers = self.shared, self.place.part, self.shared.barriers
         first, blocks = self.blocks_of(turn)
         slot = lax.rem(turn, jnp.int32(RING))
-
-        @pl.when(turn >= RING)
-        def _is_free():
-            plgpu.barrier_wait(shared.barriers.k_free.at[slot])
-            plgpu.barrier_wait(shared.barriers.v_free.at[slot])
+        reads_float8 = self.job.config.reads_float8
+        if reads_float8:
+            keys, k_filled = shared.k_codes, barriers.k_asked
+            values, v_filled = shared.v_codes, barriers.v_asked
+        else:
+            keys, k_filled = shared.k, barriers.k_filled
+            values, v_filled = shared.v, barriers.v_filled
+            self.wait_until_free(turn)
 
         def copy(block, source, smem, filled):
             num_written = self.turns.last + 1 - block * bits.BLOCK
@@ -213,7 +233,7 @@ class _Cta:
         @pl.when(part < blocks)
         def _keys():
             block, source = first + part, self.arrays.pages.at[self.page_row(pages[0], 0)]
-            copy(block, source, shared.k.at[slot], shared.barriers.k_filled.at[slot])
+            copy(block, source, keys.at[slot], k_filled.at[slot])
 
         for j in range(SPREAD):
 
@@ -221,7 +241,46 @@ class _Cta:
             def _values(j=j):
                 place = slot * SPREAD + j
                 source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.place.slices]
-                copy(first + j, source, shared.v.at[place], shared.barriers.v_filled.at[place])
+                copy(first + j, source, values.at[place], v_filled.at[place])
+
+    def wait_until_free(self, turn) -> None:
+        """Wait until the keys and values of a turn may be written to shared memory."""
+        barriers, slot = self.shared.barriers, lax.rem(turn, jnp.int32(self.ring))
+
+        @pl.when(turn >= self.ring)
+        def _is_free():
+            plgpu.barrier_wait(barriers.k_free.at[slot])
+            plgpu.barrier_wait(barriers.v_free.at[slot])
+
+    def widen_turn(self, turn) -> None:
+        """Widen the keys and values of a turn, which `load_turn` has asked for."""
+        shared, barriers = self.shared, self.shared.barriers
+        first, blocks = self.blocks_of(turn)
+        asked, slot = lax.rem(turn, jnp.int32(RING)), lax.rem(turn, jnp.int32(self.ring))
+        self.wait_until_free(turn)
+
+        def widen(block, codes, is_here, page, is_filled):
+            plgpu.barrier_wait(is_here)
+            num_written = jnp.clip(self.turns.last + 1 - block * bits.BLOCK, 1, bits.BLOCK)
+            last_group = lax.div(num_written - 1, jnp.int32(AT_ONCE))
+            widen_page(codes, page, last_group, self.job.is_interpreted)
+            plgpu.barrier_arrive(is_filled)
+
+        @pl.when(self.place.part < blocks)
+        def _keys():
+            widen(
+                first + self.place.part, shared.k_codes.at[asked], barriers.k_asked.at[asked],
+                shared.k.at[slot], barriers.k_filled.at[slot],
+            )  # fmt: skip
+
+        def one_slice(j, _):
+            come, place = asked * SPREAD + j, slot * SPREAD + j
+            widen(
+                first + j, shared.v_codes.at[come], barriers.v_asked.at[come],
+                shared.v.at[place], barriers.v_filled.at[place],
+            )  # fmt: skip
+
+        lax.fori_loop(0, blocks, one_slice, None)
 
     def ask_ahead(self) -> None:
         """Ask for this CTA's share of the next product's weights."""
@@ -249,7 +308,7 @@ class _Cta:
         """A split: scores and weights of one of its blocks, outputs of a share of the channels."""
         shared, math = self.shared, self.job.math
         first, blocks = self.blocks_of(turn)
-        slot = lax.rem(turn, jnp.int32(RING))
+        slot = lax.rem(turn, jnp.int32(self.ring))
         maxima = self.sent.maxima.at[self.place.group, lax.rem(turn, jnp.int32(2))]
         block, last_block = first + self.place.part, self.turns.all_blocks - 1
 
@@ -321,7 +380,7 @@ class _Cta:
         value = self.new_token.kept(self.shared.kept, 1).at[self.place.slices]
         _put_value_share(v_smem, value, offset, self.job.math)
         row = self.arrays.pages.at[self.page_row(self.turns.new_page, 1), offset, self.place.slices]
-        _write_row(value, row, self.share, self.job.is_interpreted)
+        self.new_token.put_row(value, row)
 
     def add_blocks(self, slot, blocks, maxima):
         """The state of the split, of a share of the channels."""
@@ -459,6 +518,10 @@ def _sent_shapes(job: Job, table_len: int) -> _Sent:
     )
 
 
+def _ring(job: Job) -> int:
+    return 1 if job.config.reads_float8 else RING
+
+
 def _shared_types(job: Job, shapes: _Sent) -> _Shared:
     dtype, channels, share = job.dtype, job.channels, job.channels // SPREAD
     assert job.new_token is not None
@@ -474,16 +537,23 @@ def _shared_types(job: Job, shapes: _Sent) -> _Shared:
         )
         sent = _Sent(*(plgpu.SMEM(s.shape, s.dtype) for s in shapes._replace(weights=words)))
         flags = plgpu.SMEM((8,), jnp.int32)
+    ring = _ring(job)
     k_filled, v_filled, k_free, v_free = (
-        plgpu.Barrier(num_barriers=n) for n in (RING, RING * SPREAD, RING, RING)
+        plgpu.Barrier(num_barriers=n) for n in (ring, ring * SPREAD, ring, ring)
     )
+    k_codes = v_codes = k_asked = v_asked = None
+    if job.config.reads_float8:
+        k_codes = plgpu.SMEM((RING, bits.BLOCK, channels), jnp.uint8)
+        v_codes = plgpu.SMEM((RING * SPREAD, bits.BLOCK, share), jnp.uint8)
+        k_asked, v_asked = (plgpu.Barrier(num_barriers=n) for n in (RING, RING * SPREAD))
     return _Shared(
         q=plgpu.SMEM(job.out_shape, dtype, transforms=whole),
-        k=plgpu.SMEM((RING, bits.BLOCK, channels), dtype, transforms=whole),
-        v=plgpu.SMEM((RING * SPREAD, bits.BLOCK, share), dtype, transforms=part),
+        k=plgpu.SMEM((ring, bits.BLOCK, channels), dtype, transforms=whole),
+        v=plgpu.SMEM((ring * SPREAD, bits.BLOCK, share), dtype, transforms=part),
         kept=plgpu.SMEM(job.new_token.kept_shape, dtype),
+        k_codes=k_codes, v_codes=v_codes,
         sent=sent, flags=flags, weights=weights, wide=wide,
-        barriers=_Barriers(k_filled, v_filled, k_free, v_free, meeting),
+        barriers=_Barriers(k_filled, v_filled, k_free, v_free, meeting, k_asked, v_asked),
     )  # fmt: skip
 
 
@@ -540,19 +610,3 @@ def _put_value_share(v_smem, value, offset, math: bits.AttentionArithmetic) -> N
         v = jnp.where(keys < offset, v, jnp.zeros_like(v))
         rows[...] = jnp.where(keys == offset, new, v)
     plgpu.commit_smem()
-
-
-def _write_row(value, row, share: int, is_interpreted: bool) -> None:
-    """Write the new token's value to the cache."""
-    if is_interpreted:
-        row[...] = value[...]
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def emit(ctx, value, row):
-        index = ir.IndexType.get()
-        thread = arith.index_cast(index, mgpu.thread_idx())
-        channel = arith.remui(thread, mgpu.c(share, index))
-        memref.store(memref.load(value, [channel]), row, [channel])
-
-    emit(value, row)

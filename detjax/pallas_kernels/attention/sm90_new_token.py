@@ -10,13 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref
+from jax.extend.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import llvm
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.float8_cache import narrowed, widened
 from detjax.pallas_kernels.rope import sm90 as rope
+from detjax.pallas_kernels.sm90_float8 import float8_values, rounded_pair
 from detjax.pallas_kernels.sm90_hardware import SPAN
 
 
@@ -31,6 +33,8 @@ class NewToken:
         group: Query heads of a key/value head.
         channels: C: 64, 128 or 256.
         eps: Of the norms.
+        is_float8: Whether the cache holds float8: key and value are rounded to it when they are
+            kept.
         is_interpreted: Use plain indexing, for interpretation on CPU.
     """
 
@@ -38,6 +42,7 @@ class NewToken:
     group: int
     channels: int
     eps: float
+    is_float8: bool
     is_interpreted: bool
 
     @property
@@ -121,7 +126,8 @@ class NewToken:
         """
         last = self.tile.rows - 1
         if self.is_interpreted:
-            smem[half, columns] = part[last]
+            kept = part[last]
+            smem[half, columns] = widened(narrowed(kept), kept.dtype) if self.is_float8 else kept
             return
 
         @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType()))
@@ -130,6 +136,8 @@ class NewToken:
                 is_last = ptx.equals(row, _index(last))
                 with mgpu.when(is_last):
                     col = arith.addi(col, _index(columns.start))
+                    if self.is_float8:
+                        register = _rounded(register)
                     llvm.store(register, _at(ref, arith.addi(_index(half * self.channels), col)))
 
         emit(part, smem)
@@ -150,7 +158,7 @@ class NewToken:
         kept, row = self.kept(kept_smem, half), page_gmem.at[offset]
         if self.is_interpreted:
             page_smem[offset] = kept[...]
-            row[...] = kept[...]
+            self.put_row(kept, row)
             return
 
         @plgpu.inline_mgpu(
@@ -168,16 +176,52 @@ class NewToken:
                 channel = arith.remui(channel, _index(self.channels))
                 value = memref.load(source, [channel])
                 llvm.store(value, _swizzled_pointer(page, offset, channel))
-                memref.store(value, row, [channel])
+                self._store(value, row, channel)
 
         emit(kept, page_smem, row, offset)
         plgpu.commit_smem()
+
+    def put_row(self, kept, row) -> None:
+        """Put the kept key or value, or a share of its channels, in its row of the cache."""
+        if self.is_interpreted:
+            row[...] = narrowed(kept[...]) if self.is_float8 else kept[...]
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def emit(ctx, source, row):
+            thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
+            channel = arith.remui(thread, _index(kept.shape[0]))
+            self._store(memref.load(source, [channel]), row, channel)
+
+        emit(kept, row)
+
+    def _store(self, value, row, channel) -> None:
+        """Store a channel of what is kept as the cache has it; MLIR."""
+        if self.is_float8:  # exact, as it has been rounded
+            value = arith.trunci(ptx.int_type(8), _float8_bits(value))
+        llvm.store(value, _at(row, channel))
 
 
 def _elements(x):
     """Row, column and register of what a thread holds of an array."""
     places = x.layout.thread_idxs(x.shape)
     return [(*place, register) for place, register in zip(places, x.registers.flat, strict=True)]
+
+
+def _float8_bits(value):
+    """The bits of a bfloat16 rounded to float8, in the lowest byte of a word."""
+    f32 = ir.F32Type.get()
+    return rounded_pair(arith.extf(f32, value), mgpu.c(0.0, f32))
+
+
+def _rounded(register):
+    """A vector of an even number of bfloat16, rounded to float8 and widened again."""
+    count, f32 = ir.VectorType(register.type).shape[0], ir.F32Type.get()
+    values = [arith.extf(f32, ptx.element(register, i)) for i in range(count)]
+    pairs = [rounded_pair(*values[i : i + 2]) for i in range(0, count, 2)]
+    kind = ir.VectorType.get((len(pairs),), ptx.int_type())
+    words = vector.from_elements(kind, [float8_values(pair)[0] for pair in pairs])
+    return vector.bitcast(register.type, words)
 
 
 def _index(value: int):

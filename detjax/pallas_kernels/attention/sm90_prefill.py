@@ -17,10 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
+from detjax.pallas_kernels.attention.sm90_float8_pages import (
+    Widening,
+    nothing_asked,
+    pages_that_fit,
+)
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, {False: 24, True: 32}
+"""Of a thread; of the warpgroup that loads by whether it widens."""
+CODE_BYTES = 64 << 10  # of float8 in flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +39,7 @@ class PrefillConfig:
         num_stages: Pages of keys, and of values, in flight; of wide heads two and one are.
         query_buffers: Query tiles in shared memory; 2 lets the next one load during this one.
         num_ctas: Most CTAs; each then takes several tiles in turn. 0 for a CTA a tile.
+        reads_float8: Whether pages are float8, which the loading warpgroup widens.
         blocks_per_split: Blocks of 128 keys in a split; the profile's.
         softcap: Of scores; the model's.
     """
@@ -38,6 +47,7 @@ class PrefillConfig:
     num_stages: int = 2
     query_buffers: int = 1
     num_ctas: int = 0
+    reads_float8: bool = False
     blocks_per_split: int = 4
     softcap: float | None = None
 
@@ -109,6 +119,7 @@ class _Shared(NamedTuple):
     k_free: Any  # [stages]
     v_free: Any  # [stages]
     turn: Any  # whose turn at the tensor core it is
+    codes: Any  # [coded, BLOCK, C] uint8 of pages of float8, and their barriers [coded]; or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,23 +262,42 @@ class _Cta:
         """Queries, keys and values of all turns."""
         plan, shared = self.plan, self.shared
         if not plan.is_interpreted:
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(LOAD_REGISTERS[plan.config.reads_float8], action="decrease")
         first_page = self.arrays.layer[0] * plan.num_pages
+        widening = self.widening() if plan.config.reads_float8 else None
 
-        def one_tile(turn, base):
+        def one_tile(turn, carry):
+            base, asked = carry
             tile, seq, head_group = plan.locate(turn)
             kv_head = lax.div(head_group * plan.heads, jnp.int32(plan.group))
+            if widening is not None and plan.num_ctas < plan.num_items:
+                # The queries are free once the pages of older tiles are used.
+                asked = widening.widen_all(2 * base, asked)
             self.load_queries(turn, tile, seq, head_group)
             first, end = (self.arrays.limits[seq, tile, i] for i in (FIRST, END))
 
-            def one_page(j, _):
-                self.load_page(base + j - first, first_page, seq, j, kv_head)
-                return 0
+            def one_page(j, asked):
+                step, page = base + j - first, first_page + self.arrays.table[seq, j]
 
-            lax.fori_loop(first, end, one_page, 0)
-            return base + (end - first)
+                def page_of(half):
+                    return self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head]
 
-        total = lax.fori_loop(0, plan.num_turns(), one_tile, jnp.int32(0))
+                if widening is None:
+                    self.load_page(step, [page_of(half) for half in range(2)])
+                    return asked
+
+                def one_half(half, asked):  # WHY: a loop, as twice the code compiles twice as long
+                    return widening.ask(2 * step + half, asked, page_of(half), bits.BLOCK)
+
+                return lax.fori_loop(0, 2, one_half, asked)
+
+            asked = lax.fori_loop(first, end, one_page, asked)
+            return base + (end - first), asked
+
+        start = jnp.int32(0), nothing_asked()
+        total, asked = lax.fori_loop(0, plan.num_turns(), one_tile, start)
+        if widening is not None:
+            widening.widen_all(2 * total, asked)
         used = (shared.q_free, plan.num_turns()), (shared.k_free, total), (shared.v_free, total)
         for free, num_used in used:
             bits.drain(free, num_used)
@@ -291,24 +321,47 @@ class _Cta:
                     shared.q_filled.at[buffer * plan.parts + w],
                 )
 
-    def load_page(self, step, first_page, seq, j, kv_head) -> None:
-        """Keys and values of block `j` of a sequence, the `step`-th of the CTA."""
-        plan, shared = self.plan, self.shared
-        page = first_page + self.arrays.table[seq, j]
-        for half, (ring, smem) in enumerate(((self.keys, shared.k), (self.values, shared.v))):
+    @property
+    def halves(self) -> tuple:
+        """The rings of keys and of values, and their slots."""
+        return (self.keys, self.shared.k), (self.values, self.shared.v)
+
+    def load_page(self, step, pages_gmem: list) -> None:
+        """A page of keys and one of values, those of the `step`-th block of the CTA."""
+        for page_gmem, (ring, smem) in zip(pages_gmem, self.halves, strict=True):
             slot = ring.claim(step)
-            plgpu.copy_gmem_to_smem(
-                self.arrays.pages.at[(page * 2 + half) * plan.kv_heads + kv_head],
-                smem.at[slot],
-                ring.full.at[slot],
-            )
+            plgpu.copy_gmem_to_smem(page_gmem, smem.at[slot], ring.full.at[slot])
+
+    def widening(self) -> Widening:
+        """How pages of float8 become those that `load_page` loads."""
+        plan, shared = self.plan, self.shared
+
+        def with_page(number, fill):
+            step = lax.div(number, jnp.int32(2))
+            for half, (ring, smem) in enumerate(self.halves):
+
+                @pl.when(lax.rem(number, jnp.int32(2)) == half)
+                def _fill(ring=ring, smem=smem):
+                    def claim():
+                        ring.claim(step)
+
+                    slot = ring.slot(step)
+                    fill(smem.at[slot], ring.full.at[slot], claim)
+
+        return Widening(
+            codes=shared.codes[0], filled=shared.codes[1], first=jnp.int32(0),
+            num_slots=pages_that_fit(CODE_BYTES, plan.channels),
+            load=lambda _, page, smem, filled: plgpu.copy_gmem_to_smem(page, smem, filled),
+            with_page=with_page,
+            is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
 
     # -------------------------------------------------------------- the warpgroups that compute
 
     def compute(self) -> None:
         """The rows of this warpgroup in all turns."""
         if not self.plan.is_interpreted:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         lax.fori_loop(0, self.plan.num_turns(), self.one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
@@ -486,6 +539,11 @@ def _shared_types(plan: _Plan) -> _Shared:
     if plan.is_wide:
         kept = (buffers, WARPGROUPS, bits.ROWS, plan.out_channels)
         q = plgpu.RefUnion(q, plgpu.SMEM(kept, plan.dtype, transforms=swizzled))
+    codes = None
+    if config.reads_float8:
+        num_coded = pages_that_fit(CODE_BYTES, plan.channels)
+        slots = plgpu.SMEM((num_coded, bits.BLOCK, plan.channels), jnp.uint8)
+        codes = slots, plgpu.Barrier(num_barriers=num_coded)
     return _Shared(
         q=q,
         out=None,
@@ -499,6 +557,7 @@ def _shared_types(plan: _Plan) -> _Shared:
         k_free=freed(of_keys),
         v_free=freed(of_values),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+        codes=codes,
     )
 
 

@@ -25,6 +25,14 @@ from detjax.pallas_kernels.linear.quantized import (
     Coding,
     unpack_codes,
 )
+from detjax.pallas_kernels.sm90_float8 import (
+    FLOAT8_EXPONENT,
+    float8_fields,
+    multiply,
+    permute,
+    power,
+    pure,
+)
 
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one value a row of a block."""
@@ -33,12 +41,11 @@ REGISTERS = 16
 """Registers of a thread that hold its weights of a block, two in each."""
 
 _LOW_NIBBLES, _HIGH_NIBBLES = 0x000F000F, 0x00F000F0
-_FLOAT8_SIGN, _FLOAT8_REST = 0x80008000, 0x07F007F0
-_BYTES_LOW, _BYTES_HIGH = (0x4140, 0x4342), (0x1404, 0x3424)
-"""Selectors of `prmt` that spread two bytes of a word over the halves of another."""
+_BYTES_LOW = (0x4140, 0x4342)
+"""Selectors of `prmt` that spread two bytes of a word over the lower bytes of another's halves."""
 
-_CODE_EXPONENT, _FLOAT8_EXPONENT = 133, 120
-"""A code in the low byte of a bfloat16 is 2**-133 of itself; the fields of a float8, 2**-120."""
+_CODE_EXPONENT = 133
+"""A code in the low byte of a bfloat16 is 2**-133 of itself."""
 
 _APART = 6
 """Where a code and its scale are multiplied last, the code is 2**-6 of itself until then."""
@@ -81,7 +88,7 @@ def widen(words, scales: list, zeros: list, coding: Coding, *, is_interpreted: b
         values = _exact_values(codes, [_pairs(z) for z in zeros], code_type)
         if code_type is not CodeType.FLOAT8:
             factors = [[_times_power(word, _APART) for word in pair] for pair in factors]
-        return _operand(_of_groups(_multiply, values, factors))
+        return _operand(_of_groups(multiply, values, factors))
 
     return emit(words, scales, zeros)
 
@@ -111,9 +118,9 @@ def _of_groups(combine, pairs: list, of_groups: list) -> list:
 def _spread_codes(words: list, code_type: CodeType) -> list:
     """Two codes a register, in the order of wgmma's: integers in low bytes, float8 in fields."""
     if code_type is CodeType.INT8:
-        return [_permute(words[i // 2], _BYTES_LOW[i % 2]) for i in range(REGISTERS)]
+        return [permute(words[i // 2], _BYTES_LOW[i % 2]) for i in range(REGISTERS)]
     if code_type is CodeType.FLOAT8:
-        return [_float8_fields(words[i // 2], i % 2) for i in range(REGISTERS)]
+        return [float8_fields(words[i // 2], i % 2) for i in range(REGISTERS)]
     found = []
     for word in words:
         for part in (word, arith.shrui(word, ptx.i32(8))):
@@ -121,18 +128,10 @@ def _spread_codes(words: list, code_type: CodeType) -> list:
     return found
 
 
-def _float8_fields(word, half: int):
-    """Two float8 of a word, their fields where bfloat16 has its own."""
-    spread = _permute(word, _BYTES_HIGH[half])
-    sign = arith.andi(spread, ptx.i32(_FLOAT8_SIGN))
-    rest = arith.andi(arith.shrui(spread, ptx.i32(4)), ptx.i32(_FLOAT8_REST))
-    return arith.ori(sign, rest)
-
-
 def _exponent(register: int, code_type: CodeType) -> int:
     """Minus the power of two that the codes of a register are multiplied by."""
     if code_type is CodeType.FLOAT8:
-        return _FLOAT8_EXPONENT
+        return FLOAT8_EXPONENT
     is_high = code_type is CodeType.INT4 and register % 2
     return _CODE_EXPONENT - (4 if is_high else 0)
 
@@ -147,9 +146,9 @@ def _scaled_at_once(codes: list, factors: list, code_type: CodeType) -> list:
         [_times_power(word, e) for word, e in zip(pair, exponents, strict=True)] for pair in factors
     ]
     if code_type is CodeType.FLOAT8:
-        return _of_groups(_multiply, codes, lifted)
-    minus_middle = _power(code_type.middle.bit_length() - 1, is_negative=True)
-    offsets = [[_multiply(word, minus_middle) for word in pair] for pair in factors]
+        return _of_groups(multiply, codes, lifted)
+    minus_middle = power(code_type.middle.bit_length() - 1, is_negative=True)
+    offsets = [[multiply(word, minus_middle) for word in pair] for pair in factors]
     both = [list(zip(a, b, strict=True)) for a, b in zip(lifted, offsets, strict=True)]
     return _of_groups(lambda code, ab: _fma(code, *ab), codes, both)
 
@@ -157,13 +156,13 @@ def _scaled_at_once(codes: list, factors: list, code_type: CodeType) -> list:
 def _exact_values(codes: list, zeros: list, code_type: CodeType) -> list:
     """A float8's value, or (code - zero point) / 64: two bfloat16 a register, without rounding."""
     if code_type is CodeType.FLOAT8:
-        return [_multiply(code, _power(_FLOAT8_EXPONENT)) for code in codes]
-    powers = [_power(_exponent(i, code_type) - _APART) for i in range(2)]
-    minus = _power(-_APART, is_negative=True)
-    offsets = [[_multiply(word, minus) for word in pair] for pair in zeros]
+        return [multiply(code, power(FLOAT8_EXPONENT)) for code in codes]
+    powers = [power(_exponent(i, code_type) - _APART) for i in range(2)]
+    minus = power(-_APART, is_negative=True)
+    offsets = [[multiply(word, minus) for word in pair] for pair in zeros]
     if not zeros:
         middle = code_type.middle.bit_length() - 1 - _APART
-        offsets = [[_power(middle, is_negative=True)] * 2]
+        offsets = [[power(middle, is_negative=True)] * 2]
     both = [list(zip(powers, pair, strict=True)) for pair in offsets]
     return _of_groups(lambda code, ab: _fma(code, *ab), codes, both)
 
@@ -174,21 +173,15 @@ def _apart_f32(scales, code_type: CodeType) -> list:
     if code_type is CodeType.FLOAT8:
         return found
     f32 = ir.F32Type.get()
-    power = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**_APART))
-    return [_pure("mul.rn.f32 $0, $1, $2;", x, power, returns=f32) for x in found]
-
-
-def _power(exponent: int, *, is_negative: bool = False):
-    """A power of two in bfloat16, twice in a word."""
-    bits = (exponent + 127) << 7 | (0x8000 if is_negative else 0)
-    return ptx.i32(bits << 16 | bits)
+    factor = arith.constant(f32, ir.FloatAttr.get(f32, 2.0**_APART))
+    return [pure("mul.rn.f32 $0, $1, $2;", x, factor, returns=f32) for x in found]
 
 
 def _times_power(word, exponent: int):
     """Two bfloat16 times a power of two, exactly: in steps that bfloat16 can hold."""
     while exponent:
         step = min(exponent, 127)
-        word, exponent = _multiply(word, _power(step)), exponent - step
+        word, exponent = multiply(word, power(step)), exponent - step
     return word
 
 
@@ -199,26 +192,8 @@ def _pairs(array) -> list:
     return [arith.ori(word, arith.shli(word, ptx.i32(16))) for word in words]
 
 
-def _pure(text: str, *operands, returns=None):
-    """An instruction that only computes."""
-    [result] = ptx.asm(
-        text, operands, returns=[returns or ptx.int_type()], touches_memory=False,
-        has_side_effects=False,
-    )  # fmt: skip
-    return result
-
-
-def _permute(word, selector: int):
-    return _pure("prmt.b32 $0, $1, $2, $3;", word, ptx.i32(0), ptx.i32(selector))
-
-
 def _fma(a, b, c):
-    return _pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
-
-
-def _multiply(a, b):
-    # ROUND: to bfloat16, to nearest, ties to even; subnormals are kept.
-    return _pure("mul.rn.bf16x2 $0, $1, $2;", a, b)
+    return pure("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c)
 
 
 def _multiply_f32(pair, scale):
@@ -227,8 +202,8 @@ def _multiply_f32(pair, scale):
     low = arith.bitcast(f32, arith.shli(pair, ptx.i32(16)))
     high = arith.bitcast(f32, arith.andi(pair, ptx.i32(0xFFFF0000)))
     # ROUND: each product to float32, then both to bfloat16, to nearest, ties to even.
-    low, high = (_pure("mul.rn.f32 $0, $1, $2;", x, scale, returns=f32) for x in (low, high))
-    return _pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low)
+    low, high = (pure("mul.rn.f32 $0, $1, $2;", x, scale, returns=f32) for x in (low, high))
+    return pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low)
 
 
 def _operand(pairs: list) -> mgpu.FragmentedArray:

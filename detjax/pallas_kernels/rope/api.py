@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding, alone and with the norm before it and the cache write after it."""
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Activation, Array, Cached, Float32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -44,7 +44,7 @@ def rope_into_cache(
     *,
     eps: float,
     backend: Backend,
-) -> tuple[Activation[Array, "M H C"], Activation[Array, "L N 2 K P C"]]:
+) -> tuple[Activation[Array, "M H C"], Cached[Array, "L N 2 K P C"]]:
     """Normalise and rotate queries and keys, and put keys and values in their pages.
 
     `q' = rope(rms_norm(q))`, `pages[layer, page, 0, :, offset] = rope(rms_norm(k))` and

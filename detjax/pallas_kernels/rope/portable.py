@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
+from detjax.pallas_kernels.float8_cache import holds_float8, narrow_rows
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -61,6 +62,8 @@ def write_pages(place: CachePlace, k, v) -> jax.Array:
     page_ids = jnp.where(positions >= 0, page_ids, pages.shape[1])
     offsets = jnp.maximum(positions, 0) % page_len
     kv = jnp.stack([k, v], axis=1)
+    if holds_float8(pages):
+        kv = narrow_rows(kv)
     return pages.at[layer, page_ids, :, :, offsets].set(kv, mode="drop")
 
 

@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.array_types import Activation, Array, Cached, Float32, Int32
 
 
 class Rotation(NamedTuple):
@@ -26,7 +26,7 @@ def check_tokens(
     cos: Float32[Array, "M half"],
     sin: Float32[Array, "M half"],
     gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None,
-    pages: Activation[Array, "L N 2 K P C"],
+    pages: Cached[Array, "L N 2 K P C"],
     page_table: Int32[Array, "B n"],
     positions: Int32[Array, "B T"],
 ) -> None:

@@ -11,10 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.float8_cache import holds_float8
 from detjax.pallas_kernels.hopper_sums import RowSum, row_sum
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.sm90_float8 import narrowed
 
 
 def row_form(channels: int) -> RowSum:
@@ -199,7 +201,8 @@ def qk_norm_rope_write(
 
     Numerics:
         The bits of `rms_norm` (heads as rows), `rope` and a scatter one after the other: the same
-        functions on the same layout, with the norm rounded to the dtype in between.
+        functions on the same layout, with the norm rounded to the dtype in between. Pages of
+        float8 take keys and values that are rounded once more.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     pages_ref, page_table, positions, layer = place
@@ -265,6 +268,8 @@ def qk_norm_rope_write(
                 heads = pl.ds(first, kv_tile.rows)
                 for which, pair in enumerate((keys, values)):
                     for c, part in zip(halves, pair, strict=True):
+                        if holds_float8(pages_gmem):
+                            part = narrowed(part.astype(jnp.float32), kv_tile.whole)
                         pages_gmem[layer_gmem[0], page, which, heads, offset, c] = part
 
     return rows.run_kernel(
