@@ -113,11 +113,9 @@ class _Shared(NamedTuple):
     v: Any  # [stages, BLOCK, C]
     weights: Any  # [WARPGROUPS, ROWS, BLOCK], if interpreted: else weights stay in registers
     q_filled: Any  # [query_buffers * WARPGROUPS], or [query_buffers]
-    k_filled: Any  # [stages]
-    v_filled: Any  # [stages]
     q_free: Any  # [query_buffers]
-    k_free: Any  # [stages]
-    v_free: Any  # [stages]
+    k_barriers: tuple  # filled [stages], free [stages]
+    v_barriers: tuple  # filled [stages], free [stages]
     turn: Any  # whose turn at the tensor core it is
     codes: Any  # [coded, BLOCK, C] uint8 of pages of float8, and their barriers [coded]; or None
 
@@ -226,14 +224,14 @@ class _Cta:
     @property
     def keys(self) -> Ring:
         """Who may touch the slots of keys."""
-        shared, num_slots = self.shared, self.plan.stages[0]
-        return Ring(full=shared.k_filled, empty=shared.k_free, num_slots=num_slots)
+        filled, free = self.shared.k_barriers
+        return Ring(full=filled, empty=free, num_slots=self.plan.stages[0])
 
     @property
     def values(self) -> Ring:
         """Who may touch the slots of values."""
-        shared, num_slots = self.shared, self.plan.stages[1]
-        return Ring(full=shared.v_filled, empty=shared.v_free, num_slots=num_slots)
+        filled, free = self.shared.v_barriers
+        return Ring(full=filled, empty=free, num_slots=self.plan.stages[1])
 
     @property
     def part(self):
@@ -298,7 +296,9 @@ class _Cta:
         total, asked = lax.fori_loop(0, plan.num_turns(), one_tile, start)
         if widening is not None:
             widening.widen_all(2 * total, asked)
-        used = (shared.q_free, plan.num_turns()), (shared.k_free, total), (shared.v_free, total)
+        used = (
+            (shared.q_free, plan.num_turns()), (self.keys.empty, total), (self.values.empty, total)
+        )  # fmt: skip
         for free, num_used in used:
             bits.drain(free, num_used)
 
@@ -551,11 +551,9 @@ def _shared_types(plan: _Plan) -> _Shared:
         v=pages(of_values),
         weights=weights if plan.is_interpreted else None,
         q_filled=plgpu.Barrier(num_arrivals=plan.heads, num_barriers=plan.parts * buffers),
-        k_filled=plgpu.Barrier(num_barriers=of_keys),
-        v_filled=plgpu.Barrier(num_barriers=of_values),
         q_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=buffers),
-        k_free=freed(of_keys),
-        v_free=freed(of_values),
+        k_barriers=(plgpu.Barrier(num_barriers=of_keys), freed(of_keys)),
+        v_barriers=(plgpu.Barrier(num_barriers=of_values), freed(of_values)),
         turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
         codes=codes,
     )
