@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from detjax.engine.errors import SelfCheckError
 
@@ -88,10 +88,10 @@ def _exit_code(run: Callable[[], int]) -> int:
         _say("\ninterrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        _give_up_output()
+        _give_up(sys.stdout)
         return READER_GONE
     except OSError as error:  # a full disk, as a rule
-        _give_up_output()
+        _give_up(sys.stdout)
         where = error.filename or "standard output or error"
         _say(f"error: {where} cannot be written: {one_line(error.strerror or str(error))}")
         return BAD_INPUT
@@ -153,15 +153,18 @@ def check_unicode(text: str, where: str) -> None:
 
 def _say(text: str) -> None:
     """Write to standard error, if there is one that can be written to."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _give_up(sys.stderr)
 
 
-def _give_up_output() -> None:
+def _give_up(stream: TextIO) -> None:
     """Lead what is left to nowhere: Python would try to flush at exit, and report that it fails."""
     with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_out_of_memory(error: Exception) -> bool:

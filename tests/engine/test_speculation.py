@@ -96,7 +96,7 @@ def plain(engine) -> list[Completion]:
 
 
 @pytest.mark.invariance
-@pytest.mark.quick_cases("other weights-dvr")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
 @pytest.mark.parametrize("kind", ["the same weights", "other weights", "NaN"])
 def test_a_draft_model_changes_no_bit(engine, draft, plain, kind, mode):

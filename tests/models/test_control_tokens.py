@@ -83,7 +83,7 @@ def shown(ours: Tokenizer, ids: list[int]) -> str:
     return ours.backend.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_and_slow(list(FAMILIES)[:8], FAMILIES))
 def test_a_users_text_is_no_control_token_of_any_family(tokenizer_of, family):
     ours, (_, tokens) = tokenizer_of(family), FAMILIES[family]
     has_call = True

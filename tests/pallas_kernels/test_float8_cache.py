@@ -112,6 +112,7 @@ CHUNKS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases("Backend.REFERENCE-uneven", "Backend.REFERENCE-decode")
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_query_attends_to_rounded_keys_of_its_own_chunk_too(backend, chunks):
@@ -135,6 +136,7 @@ def test_a_chunk_that_attends_to_its_own_unrounded_keys_differs(backend):
     assert rows.mean() > 0.9, "unrounded keys changed hardly a row"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_and_other_channels_attend_to_rounded_keys(backend):
     for channels, window in ((64, 50), (128, None)):

@@ -297,6 +297,7 @@ def test_a_mixture_is_bitwise_batch_invariant_at_every_size(counts):
         assert_bitwise_equal(got, want[:count], claim=f"the first {count} of {most} rows")
 
 
+@pytest.mark.slow
 @pytest.mark.invariance
 def test_nan_stays_in_its_row():
     """In a row that shares every expert's tile with others; its ids are in range."""

@@ -371,6 +371,7 @@ def recurrence_of(rows: np.ndarray, dim: int, dot) -> np.ndarray:
     return np.stack(results)[:, None]
 
 
+@pytest.mark.slow
 def test_linear_attention_has_the_bits_of_the_definition():
     """Where gates are 1: values beyond 20, whose SiLU they are, b of 60 and a of -100.
 
