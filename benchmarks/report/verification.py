@@ -152,6 +152,11 @@ def _audit(found: Sequence[dict]) -> str:
     )
 
 
+def _float8_steps(found: Sequence[dict]) -> str:
+    cases = listed(row["case"] for row in found)
+    return f"{model_name(found[0]['model'])}, {cases}: the bits of prefill"
+
+
 def _quantised(found: Sequence[dict]) -> str:
     schemes = listed(row["scheme"] for row in found)
     return (
@@ -333,7 +338,10 @@ CLAIMS = (
             "tests/pallas_kernels/test_float8_cache.py::"
             "test_every_query_attends_to_rounded_keys_of_its_own_chunk_too",
         ),
-        evidence=None,
+        evidence=Evidence(
+            command="step_float8_cache", subject="step_bits", counts=lambda row: True,
+            num_different=lambda row: not row["same"], sizes=_float8_steps,
+        ),
     ),
     Claim(
         name="speculation",
