@@ -161,8 +161,10 @@ def _say(text: str) -> None:
         _give_up(sys.stderr)
 
 
-def _give_up(stream: TextIO) -> None:
+def _give_up(stream: TextIO | None) -> None:
     """Lead what is left to nowhere: Python would try to flush at exit, and report that it fails."""
+    if stream is None:
+        return
     with contextlib.suppress(OSError, ValueError):  # it has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
