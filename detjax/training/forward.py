@@ -15,7 +15,7 @@ from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
-from detjax.training.gradients import Backward, GradientSums, refuse_canonical, sums_of
+from detjax.training.gradients import Backward, GradientSums, sums_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +87,13 @@ class TrainingOps:
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
-        ctx, x = self.ctx, refuse_canonical(self.sums, stream.x)
-        logits = expert_ops.router_logits(ctx, x, weights["router"])
-        expert_ids, expert_weights = expert_ops.route(ctx, logits)
+        ctx, sums, x = self.ctx, self.sums, stream.x
+        logits = expert_ops.router_logits(ctx, sums, x, weights["router"])
+        expert_ids, expert_weights = expert_ops.route(ctx, sums, logits)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
-        y = expert_ops.expert_mlp(ctx, x, expert_ids, *joined)
+        y = expert_ops.expert_mlp(ctx, sums, x, expert_ids, *joined)
         added = expert_ops.combine_experts_add_rms_norm(
-            ctx, y, expert_weights, stream.residual, gain
+            ctx, sums, y, expert_weights, stream.residual, gain
         )
         if cache is not None:
             cache = _counted(cache, logits, expert_ids, self.batch.places < self.positions.size)
@@ -165,7 +165,8 @@ def token_logprobs(
 
     Raises:
         ValueError: If `ctx.tp` is not 1, or a sequence is longer than the model's context.
-        NotImplementedError: In a backward pass through experts, if it is canonical.
+        NotImplementedError: In a canonical backward pass through experts, where the backend
+            withholds it.
 
     Numerics:
         Log-probabilities are canonical: the bits of the engine's, in any batch and layout, with

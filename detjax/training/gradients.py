@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.fixed_blocks import pad_axis
-from detjax.pallas_kernels.gradients.api import token_sum
+from detjax.pallas_kernels.gradients.api import expert_token_sum, token_sum
 from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
 from detjax.pallas_kernels.linear.api import linear_partial
 from detjax.training.batch import Batch
@@ -162,6 +162,26 @@ class CanonicalSums:
         a, b = (own.cut(rows).reshape(own.batch, own.length, -1) for rows in (a, b))
         return token_sum(a, b, own.lengths, backend=self.backend)
 
+    def of_experts(
+        self,
+        a: Activation[Array, "S X"],
+        b: Activation[Array, "S Y"],
+        expert_ids: Int32[Array, "M Q"],
+        *,
+        num_experts: int,
+    ) -> Float32[Array, "U X Y"]:
+        """`of_weights` of each expert's tokens, whose places are those of all tokens."""
+        num_places = self.leaves.batch * self.leaves.length
+        return expert_token_sum(
+            a,
+            b,
+            expert_ids.reshape(-1),
+            jnp.repeat(self.leaves.places, expert_ids.shape[1]),
+            num_experts=num_experts,
+            num_places=num_places,
+            backend=self.backend,
+        )
+
     def of_formula(self, formula, rows, shared, cotangents):
         """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
         cut = self.leaves.cut
@@ -279,21 +299,3 @@ def sums_of(
     if backward is Backward.XLA:
         return XlaSums()
     return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend)
-
-
-def refuse_canonical(sums: GradientSums, x: jax.Array) -> jax.Array:
-    """`x`, whose cotangent is refused if sums are canonical: experts have no such backward pass.
-
-    Raises:
-        NotImplementedError: In a backward pass with canonical sums.
-    """
-
-    def gradient(args, out, cotangent):
-        if isinstance(sums, CanonicalSums):
-            raise NotImplementedError(
-                "a mixture of experts has no canonical backward pass; give "
-                "backward=Backward.XLA (--backward xla)"
-            )
-        return (cotangent,)
-
-    return with_gradient(lambda x: x, gradient)(x)

@@ -85,7 +85,7 @@ def rms_norm(
     return with_gradient(kernel, gradient)(x, gain)
 
 
-def _norm_gradients(sums: GradientSums, eps: float, total, gain, cotangents):
+def norm_gradients(sums: GradientSums, eps: float, total, gain, cotangents):
     """Cotangents of a stream that is handed on and normalised, and of the gain."""
 
     def formula(total, gain):
@@ -160,7 +160,7 @@ def linear_add_rms_norm(
 
     def gradient(args, out, cotangents):
         x, w, _, bias, gain = args
-        of_total, of_gain = _norm_gradients(sums, eps, out[0], gain, cotangents)
+        of_total, of_gain = norm_gradients(sums, eps, out[0], gain, cotangents)
         of_x, of_w = linear_gradients(sums, x, w, of_total, dtype)
         return of_x, of_w, of_total, _bias_gradient(sums, bias, of_total), of_gain
 
@@ -203,7 +203,7 @@ def add_rms_norm(
         return add_rms_norm_kernel(wide, residual, None, rounded, eps=eps, backend=ctx.backend)
 
     def gradient(args, out, cotangents):
-        of_total, of_gain = _norm_gradients(sums, eps, out[0], args[2], cotangents)
+        of_total, of_gain = norm_gradients(sums, eps, out[0], args[2], cotangents)
         return of_total, of_total, of_gain
 
     return with_gradient(kernel, gradient)(added, residual, gain)

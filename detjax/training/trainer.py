@@ -27,6 +27,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -116,9 +117,9 @@ class Trainer:
 
         Raises:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
-                `balance_weight` is negative, or positive for a model without experts; if a model
-                with experts is to have a canonical backward pass, the devices are no power of two,
-                or the optimizer is not elementwise.
+                `balance_weight` is negative, or positive for a model without experts or with a
+                canonical backward pass; if the backend withholds one of experts, the devices are no
+                power of two, or the optimizer is not elementwise.
         """
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
@@ -128,11 +129,14 @@ class Trainer:
             raise ValueError(
                 f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
             )
-        if backward is Backward.CANONICAL and model.config.experts is not None:
+        if backward is Backward.CANONICAL and balance_weight:
             raise ValueError(
-                "a mixture of experts has no canonical backward pass; give backward=Backward.XLA "
-                "(--backward xla)"
+                f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
+                "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
             )
+        if backward is Backward.CANONICAL and model.config.experts is not None:
+            if withheld := KERNELS[model.backend].withheld_expert_gradients:
+                raise ValueError(withheld)
         if mesh.size & (mesh.size - 1):
             raise ValueError(f"{mesh.size} devices must be a power of two")
         if reason := why_not_elementwise(optimizer):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -60,6 +61,17 @@ def updated(of: Trainer, batches, *, updates: int = 1, state: TrainState | None 
     for _ in range(updates - 1):
         state, output = of.step(state, batches)
     return state, output
+
+
+@cache
+def expert_trainer(
+    dp: int = 1, tp: int = 1, *, backend: Backend, backward: Backward = Backward.CANONICAL
+) -> Trainer:
+    model = dummy_model(dummy_config(num_layers=1, experts=(8, 3)), backend=backend)
+    return Trainer(
+        model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
+        remat=False, backward=backward,
+    )  # fmt: skip
 
 
 def assert_same(found: TrainState, expected: TrainState, claim: str) -> None:
@@ -196,3 +208,46 @@ def test_sums_are_the_tree_of_the_list_however_it_is_cut():
     assert total(*[1] * 11) == total(8, 2, 1) == total(4, 4, 1, 1, 1)
     assert total(1, 1, 1) == "((0+1)+2)"
     assert_order_sensitive(np.asarray([[1e8, 1.0, -1e8, 1.0]], np.float32))
+
+
+ON_CPU = [Backend.REFERENCE, Backend.PORTABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_updates_of_experts_are_bitwise_mesh_and_batch_invariant(backend, sequences, tmp_path):
+    """Devices with steps of accumulation; then a run stopped, and continued on another mesh.
+
+    The probe is the list in another order.
+    """
+    eight = sequences[:8]
+    expected, want = updated(expert_trainer(backend=backend), cut(eight, 8), updates=2)
+    for dp, accumulated in ((1, 4), (2, 2), (4, 2)):
+        of = expert_trainer(dp, backend=backend)
+        found, got = updated(of, cut(eight, 8 // dp // accumulated), updates=2)
+        assert_same(found, expected, f"dp={dp}, {accumulated} steps of accumulation")
+        assert got.gradient_norm == want.gradient_norm
+    state, _ = updated(expert_trainer(2, backend=backend), cut(eight, 2))
+    save_state(tmp_path / "1", state, facts=FACTS)
+    other = expert_trainer(4, backend=backend)
+    state = restore_state(tmp_path / "1", other, facts=FACTS)
+    state, _ = updated(other, cut(eight, 1), state=state)
+    assert_same(state, expected, "stopped, and continued on another mesh")
+    turned, _ = updated(
+        expert_trainer(backend=backend), cut([eight[i] for i in (0, 2, 1, *range(3, 8))], 8),
+        updates=2,
+    )  # fmt: skip
+    assert num_different(turned, expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_control_the_update_of_experts_by_xlas_backward_depends_on_the_microbatches(
+    backend, sequences
+):
+    of = expert_trainer(backend=backend, backward=Backward.XLA)
+    expected, _ = updated(of, cut(sequences[:8], 8), updates=2)
+    found, _ = updated(of, cut(sequences[:8], 2), updates=2)
+    assert num_different(found, expected) > 0
