@@ -103,7 +103,7 @@ _PLACE = (
         default="canonical",
         choices=("canonical", "xla"),
         help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, "
-        "which are faster and depend on --microbatch; a model with experts needs xla",
+        "which are faster and depend on --microbatch",
     ),
     Option(
         name="remat",

@@ -230,3 +230,22 @@ def test_a_training_pass_on_sm90_writes_no_reference():
     assert _references(jax.grad(run), master_params(model), batch) == 0
     shapes = ((2, 12, 64), (1, 1, 2, 2, 128, 64))
     assert _references(serve, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)) > 0
+
+
+@pytest.mark.slow
+def test_a_training_pass_of_experts_is_traced_for_sm90(monkeypatch):
+    """Every kernel checks its operands: shapes and dtypes that it does not take are refused."""
+    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld_expert_gradients", "", raising=False)
+    config = dummy_config(
+        hidden_size=128, head_dim=64, num_layers=1, experts=(8, 3), expert_width=128
+    )
+    model = dummy_model(config)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=Backend.SM90, tp=1)
+
+    def run(params, batch):
+        return jnp.sum(token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0])
+
+    batch = pack([Scored(token_ids=(1, 2, 3), weights=(0.0, 1.0, 1.0))], length=2)
+    masters = master_params(model)
+    found = jax.eval_shape(jax.grad(run), masters, batch)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, masters)
