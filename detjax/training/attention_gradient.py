@@ -51,7 +51,8 @@ def attention_gradients(
 ) -> tuple[Activation[Array, "B T J C"], Gains]:
     """Cotangents of heads and of gains."""
     qkv, gains, cos, sin, positions = given
-    rotate = partial(rotated_heads, num_heads=ctx.config.num_heads, eps=ctx.config.rms_norm_eps)
+    num_heads = ctx.config.num_heads // ctx.tp
+    rotate = partial(rotated_heads, num_heads=num_heads, eps=ctx.config.rms_norm_eps)
     if isinstance(sums, CanonicalSums):
         return _canonical(ctx, sums, rotate, given, out, of_out, window)
 
@@ -62,9 +63,9 @@ def attention_gradients(
         @jax.checkpoint
         def one(qkv):
             heads = rotate(qkv, cos, sin, gains)
-            return plain_attention(heads, num_heads=ctx.config.num_heads, window=window)
+            return plain_attention(heads, num_heads=num_heads, window=window)
 
-        at_once = max(MAX_SCORES // (ctx.config.num_heads * length**2), 1)
+        at_once = max(MAX_SCORES // (num_heads * length**2), 1)
         return lax.map(one, qkv, batch_size=min(at_once, batch))
 
     return jax.vjp(formula, qkv, gains)[1](of_out)
@@ -82,7 +83,7 @@ def _canonical(
     """Rotate again, in leaves; then each sequence and head by itself; then rotate back."""
     (qkv, gains, cos, sin, _), own = given, sums.leaves
     batch, length = qkv.shape[:2]
-    num_heads = ctx.config.num_heads
+    num_heads = ctx.config.num_heads // ctx.tp
     num_kv = (qkv.shape[2] - num_heads) // 2
 
     def padded(x: jax.Array) -> jax.Array:
@@ -99,6 +100,10 @@ def _canonical(
     # The angles of a leaf are rows of it, whose cotangents nobody reads.
     angles = [jnp.broadcast_to(x, (batch, *x.shape)) for x in (cos, sin)]
     rows = tuple(in_leaves(x) for x in (qkv, *angles))
+    gain_of_head = gains and tuple(
+        jnp.broadcast_to(gain, (count, *gain.shape))
+        for gain, count in zip(gains, (num_heads, num_kv), strict=True)
+    )
     heads = by_head(sums.by_leaf(lambda *rows: rotate(*rows, gains), *rows))
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
     of_heads = attention_gradient(
@@ -108,6 +113,9 @@ def _canonical(
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
     cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
-    of_rows, (of_gains,) = sums.of_leaves(rotate, rows, (gains,), cotangent)
+    of_rows, (of_gains,) = sums.of_leaves(rotate, rows, (gain_of_head,), cotangent)
     of_qkv = of_rows[0].reshape(own.batch, own.length, *qkv.shape[2:])
-    return of_qkv[:batch, :length], of_gains
+    if gains is None:
+        return of_qkv[:batch, :length], None
+    of_q_gain, of_k_gain = map(sums.of_heads, of_gains)
+    return of_qkv[:batch, :length], (of_q_gain, of_k_gain)

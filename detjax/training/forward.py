@@ -16,6 +16,7 @@ from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
 from detjax.training.gradients import Backward, GradientSums, sums_of
+from detjax.training.sharing import why_layers_not_shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class TrainingOps:
         positions, places = self.positions, self.batch.places
         qkv_weights = _joined(weights, "qkv")
         bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
-        qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias)
+        qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias, widths=_widths(weights, "qkv"))
         if config.is_qk_norm_whole:
             qkv = _normalise_all_heads(ctx, sums, weights, qkv)
         qkv = ops.to_sequences(qkv, places, positions.size)
@@ -72,7 +73,13 @@ class TrainingOps:
         return ops.swiglu(
             self.ctx,
             self.sums,
-            ops.linear(self.ctx, self.sums, stream.x, _joined(weights, "gate_up")),
+            ops.linear(
+                self.ctx,
+                self.sums,
+                stream.x,
+                _joined(weights, "gate_up"),
+                widths=_widths(weights, "gate_up"),
+            ),
         )
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
@@ -144,6 +151,11 @@ def _joined(weights: dict[str, Any], name: str) -> Any:
     return join([weights[tensor] for tensor in TENSORS_OF[name]], tp=1)
 
 
+def _widths(weights: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Rows of each tensor of a parameter; empty where an adapter has them."""
+    return () if name in weights else tuple(len(weights[one]) for one in TENSORS_OF[name])
+
+
 def token_logprobs(
     ctx: ForwardContext,
     params: dict[str, Any],
@@ -179,7 +191,7 @@ def token_logprobs(
 
 
 def _sums(ctx: ForwardContext, batch: Batch, backward: Backward) -> GradientSums:
-    return sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend)
+    return sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend, tp=ctx.tp)
 
 
 def token_logprobs_and_balance(
@@ -251,8 +263,8 @@ def _run(
     backward: Backward,
 ) -> tuple[Balance | None, Activation[Array, "M D"]]:
     """`final_hidden`, and what routers gave to their experts, counted from `balance` on."""
-    if ctx.tp != 1:
-        raise ValueError(f"{ctx.tp=} must be 1: training spreads sequences over devices")
+    if why := why_layers_not_shared(ctx.config, ctx.profile, ctx.tp, backward):
+        raise ValueError(why)
     if batch.length > rope_tables[0].shape[0]:
         raise ValueError(
             f"sequences of {batch.length} rows are longer than the model's context of "

@@ -6,6 +6,10 @@ derivatives of plain formulas. `CanonicalSums` and `XlaSums` compute these.
 """
 
 import enum
+import functools
+import itertools
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +25,8 @@ from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.gradients.api import expert_token_sum, token_sum
 from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
 from detjax.pallas_kernels.linear.api import linear_partial
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import TP_AXIS
 from detjax.training.batch import Batch
 
 ROW_AXIS, COLUMN_AXIS = 0, 1
@@ -112,8 +118,14 @@ def _power_from(count: int) -> int:
 class GradientSums(Protocol):
     """What the gradients of operations are made of."""
 
-    def rows_times(self, x: jax.Array, w: jax.Array) -> Float32[Array, "M O"]:
-        """`x @ w.T`, unrounded: x is [M, I], w is [O, I]."""
+    def rows_times(
+        self, x: jax.Array, w: jax.Array, *, widths: tuple[int, ...] = (), is_split: bool = False
+    ) -> Float32[Array, "M O"]:
+        """`x @ w.T`, unrounded: x is [M, I], w is [O, I].
+
+        I may be several tensors, of `widths`, one after the other; with `is_split` ranks have
+        shares of each.
+        """
         ...
 
     def of_weights(self, a: jax.Array, b: jax.Array) -> Float32[Array, "X Y"]:
@@ -142,18 +154,40 @@ class CanonicalSums:
         leaves: Of the batch's tokens.
         profile: Gives the leaves of a row's sums.
         backend: Of the kernels.
+        tp: Ranks that share the matrices of a layer; from 2 on inside `shard_map`.
     """
 
     leaves: TokenLeaves
     profile: NumericsProfile
     backend: Backend
+    tp: int = 1
 
-    def rows_times(self, x: Activation[Array, "M I"], w: Activation[Array, "O I"]) -> jax.Array:
-        """The product of a forward pass with leaves: `linear.api.linear_partial`."""
-        num_out = w.shape[0]
+    def rows_times(
+        self,
+        x: Activation[Array, "M I"],
+        w: Activation[Array, "O I"],
+        *,
+        widths: tuple[int, ...] = (),
+        is_split: bool = False,
+    ) -> jax.Array:
+        """Each tensor's product, as a forward pass with leaves has it; they are added in order.
+
+        # ORDER: ((q + k) + v), additions only. A joined matrix has other rows on each rank, and a
+        tensor's are neighbours, so its tree is the one that ranks can share.
+        """
+        bounds = list(itertools.accumulate(widths))[:-1]
+        cut = (jnp.split(part, bounds, axis=1) for part in (x, w))
+        trees = (self._tree_of(*part, is_split=is_split) for part in zip(*cut, strict=True))
+        return functools.reduce(operator.add, trees)
+
+    def _tree_of(self, x: jax.Array, w: jax.Array, *, is_split: bool) -> jax.Array:
+        """`linear.api.linear_partial`, and the exchange of ranks where they share its inputs."""
+        num_out, tp = w.shape[0], self.tp if is_split else 1
         x, w = pad_axis(x, 1, STEP_DEPTH), pad_axis(pad_axis(w, 1, STEP_DEPTH), 0, OUT_BLOCK)
-        reduction = tree_reduction(x.shape[1], self.profile)
+        reduction = tree_reduction(x.shape[1] * tp, self.profile)
         product = linear_partial(x, w, reduction=reduction, backend=self.backend)
+        if tp > 1:
+            product = butterfly_sum(product, TP_AXIS, tp, backend=self.backend)
         return product[:, :num_out]
 
     def of_weights(self, a: Activation[Array, "M X"], b: Activation[Array, "M Y"]) -> jax.Array:
@@ -199,6 +233,20 @@ class CanonicalSums:
 
         of_rows, parts = self.by_leaf(one, rows, cotangents)
         return of_rows, jax.tree.map(_tree, parts)
+
+    def of_heads(self, parts: Float32[Array, "h C"]) -> Float32[Array, " C"]:
+        """Add what a rank's heads give to a gain that all heads share.
+
+        # ORDER: heads in leaves, as many as the greatest power of two up to the profile's leaves
+        that divides the heads of all ranks; a leaf left to right, leaves as a perfect binary tree.
+        """
+        num_heads = parts.shape[0] * self.tp
+        leaves = math.gcd(num_heads, self.profile.num_leaves)
+        by_leaf = parts.reshape(leaves // self.tp, num_heads // leaves, -1)
+        total = _tree(functools.reduce(operator.add, jnp.moveaxis(by_leaf, 1, 0)))
+        if self.tp > 1:
+            return butterfly_sum(total[None], TP_AXIS, self.tp, backend=self.backend)[0]
+        return total
 
     def map_rows(self, function, rows):
         """One leaf after the other."""
@@ -248,8 +296,8 @@ def _tree(parts: Float32[Array, "A ..."]) -> jax.Array:
 class XlaSums:
     """Sums as XLA makes them of all rows of a microbatch."""
 
-    def rows_times(self, x, w):
-        """One product."""
+    def rows_times(self, x, w, *, widths=(), is_split=False):
+        """One product of all tensors, on one rank."""
         return product(x, w.astype(x.dtype), COLUMN_AXIS, COLUMN_AXIS)
 
     def of_weights(self, a, b):
@@ -285,17 +333,25 @@ def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Arr
 
 
 def linear_gradients(
-    sums: GradientSums, x: jax.Array, w: jax.Array, cotangent: jax.Array, param_dtype: jnp.dtype
+    sums: GradientSums,
+    x: jax.Array,
+    w: jax.Array,
+    cotangent: jax.Array,
+    param_dtype: jnp.dtype,
+    *,
+    widths: tuple[int, ...] = (),
+    is_split: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of the inputs and the weights of `x @ w.T`."""
-    of_x = sums.rows_times(cotangent, w.astype(param_dtype).T)
+    """Cotangents of the inputs and the weights of `x @ w.T`; see `GradientSums.rows_times`."""
+    w = w.astype(param_dtype).T
+    of_x = sums.rows_times(cotangent, w, widths=widths, is_split=is_split)
     return of_x.astype(x.dtype), sums.of_weights(cotangent, x)
 
 
 def sums_of(
-    backward: Backward, batch: Batch, *, profile: NumericsProfile, backend: Backend
+    backward: Backward, batch: Batch, *, profile: NumericsProfile, backend: Backend, tp: int = 1
 ) -> GradientSums:
     """The sums of a backward pass over a batch."""
     if backward is Backward.XLA:
         return XlaSums()
-    return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend)
+    return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend, tp=tp)
