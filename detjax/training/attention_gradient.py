@@ -100,10 +100,6 @@ def _canonical(
     # The angles of a leaf are rows of it, whose cotangents nobody reads.
     angles = [jnp.broadcast_to(x, (batch, *x.shape)) for x in (cos, sin)]
     rows = tuple(in_leaves(x) for x in (qkv, *angles))
-    gain_of_head = gains and tuple(
-        jnp.broadcast_to(gain, (count, *gain.shape))
-        for gain, count in zip(gains, (num_heads, num_kv), strict=True)
-    )
     heads = by_head(sums.by_leaf(lambda *rows: rotate(*rows, gains), *rows))
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
     of_heads = attention_gradient(
@@ -113,9 +109,20 @@ def _canonical(
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
     cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
-    of_rows, (of_gains,) = sums.of_leaves(rotate, rows, (gain_of_head,), cotangent)
-    of_qkv = of_rows[0].reshape(own.batch, own.length, *qkv.shape[2:])
+
+    def turn_back(qkv, cos, sin, cotangent):
+        """Of heads, and of the gain of each token's heads."""
+        counts = num_heads, num_kv
+        own = gains and tuple(
+            jnp.broadcast_to(gain, (TOKEN_LEAF, count, *gain.shape))
+            for gain, count in zip(gains, counts, strict=True)
+        )
+        _, pull = jax.vjp(lambda qkv, own: rotate(qkv, cos, sin, own), qkv, own)
+        return pull(cotangent)
+
+    of_leaves, of_gains = sums.by_leaf(turn_back, *rows, cotangent)
+    of_qkv = of_leaves.reshape(own.batch, own.length, *qkv.shape[2:])[:batch, :length]
     if gains is None:
-        return of_qkv[:batch, :length], None
+        return of_qkv, None
     of_q_gain, of_k_gain = map(sums.of_heads, of_gains)
-    return of_qkv[:batch, :length], (of_q_gain, of_k_gain)
+    return of_qkv, (of_q_gain, of_k_gain)

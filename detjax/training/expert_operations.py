@@ -107,7 +107,9 @@ def _of_logits(logits, expert_ids, weights, of_weights, *, renormalise: bool) ->
     # ORDER: ((w0 g0 + w1 g1) + w2 g2) + ..., g = a weight's cotangent, in order of rank; without
     `renormalise` the probabilities of all experts by the tree of `route`.
     """
-    terms = jnp.split(weights * of_weights, weights.shape[1], axis=1)
+    # ROUND: products before their sums, which thus fuse with none of them.
+    products = lax.optimization_barrier(weights * of_weights)
+    terms = jnp.split(products, weights.shape[1], axis=1)
     mean = functools.reduce(operator.add, terms)
     out = jnp.zeros_like(logits)
     if not renormalise:
@@ -246,7 +248,10 @@ def combine_experts_add_rms_norm(
 
     def of_weights(of_total, y):
         """# ORDER: a perfect binary tree over channels."""
-        products = of_total.astype(jnp.float32)[:, None, :] * y.astype(jnp.float32)
+        # ROUND: products before their sums, which thus fuse with none of them.
+        products = lax.optimization_barrier(
+            of_total.astype(jnp.float32)[:, None, :] * y.astype(jnp.float32)
+        )
         return row_sums(products.reshape(-1, y.shape[2])).reshape(y.shape[:2])
 
     def gradient(args, out, cotangents):

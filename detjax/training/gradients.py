@@ -234,19 +234,23 @@ class CanonicalSums:
         of_rows, parts = self.by_leaf(one, rows, cotangents)
         return of_rows, jax.tree.map(_tree, parts)
 
-    def of_heads(self, parts: Float32[Array, "h C"]) -> Float32[Array, " C"]:
-        """Add what a rank's heads give to a gain that all heads share.
+    def of_heads(self, parts: Float32[Array, "A T h C"]) -> Float32[Array, " C"]:
+        """Add what tokens, and a rank's heads, give to a gain that all heads share.
 
-        # ORDER: heads in leaves, as many as the greatest power of two up to the profile's leaves
-        that divides the heads of all ranks; a leaf left to right, leaves as a perfect binary tree.
+        # ORDER: of each leaf first its tokens, as a perfect binary tree, then heads, in as many
+        leaves as the greatest power of two up to the profile's that divides the heads of all ranks:
+        a leaf left to right, leaves as a perfect binary tree. Then leaves of tokens, as all leaves.
+        Additions only.
         """
-        num_heads = parts.shape[0] * self.tp
+        by_head = _tree(jnp.moveaxis(parts, 1, 0))  # [A, h, C]
+        num_heads = by_head.shape[1] * self.tp
         leaves = math.gcd(num_heads, self.profile.num_leaves)
-        by_leaf = parts.reshape(leaves // self.tp, num_heads // leaves, -1)
-        total = _tree(functools.reduce(operator.add, jnp.moveaxis(by_leaf, 1, 0)))
+        by_leaf = by_head.reshape(len(by_head), leaves // self.tp, num_heads // leaves, -1)
+        in_order = functools.reduce(operator.add, jnp.moveaxis(by_leaf, 2, 0))
+        total = _tree(jnp.moveaxis(in_order, 1, 0))
         if self.tp > 1:
-            return butterfly_sum(total[None], TP_AXIS, self.tp, backend=self.backend)[0]
-        return total
+            total = butterfly_sum(total, TP_AXIS, self.tp, backend=self.backend)
+        return _tree(total)
 
     def map_rows(self, function, rows):
         """One leaf after the other."""

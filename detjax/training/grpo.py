@@ -51,6 +51,7 @@ class GrpoArgs:
     modes: tuple[str, ...]
     rollout_tp: int
     devices: int
+    trainer_tp: int
     steps: int
     seeds: tuple[int, ...]
     learning_rate: float
@@ -160,12 +161,15 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     trainer = Trainer(
         model,
         optax.adam(args.learning_rate, b2=0.95),
-        mesh=make_mesh(1, args.devices, platform=place.backend.platform),
+        mesh=make_mesh(
+            args.devices // args.trainer_tp, args.trainer_tp, platform=place.backend.platform
+        ),
         clip_norm=args.clip_norm,
         remat=args.remat,
         lora=args.lora,
         lora_seed=args.seeds[0],
         backward=Backward(args.backward),
+        shares_layers=args.trainer_tp > 1,
     )
     return GrpoSetup(
         args=args,

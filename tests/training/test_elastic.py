@@ -251,3 +251,75 @@ def test_control_the_update_of_experts_by_xlas_backward_depends_on_the_microbatc
     expected, _ = updated(of, cut(sequences[:8], 8), updates=2)
     found, _ = updated(of, cut(sequences[:8], 2), updates=2)
     assert num_different(found, expected) > 0
+
+
+@cache
+def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
+    """With heads of gains that all share, and tables used twice; layers are shared from tp 2 on."""
+    config = dummy_config(
+        num_layers=1, num_heads=8, num_kv_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
+    )
+    model = dummy_model(dataclasses.replace(config, tie_word_embeddings=True), backend=backend)
+    return Trainer(
+        model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
+        shares_layers=tp > 1,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, sequences, tmp_path):
+    """A run of one device; of ranks that share layers; and one that is stopped between the two.
+
+    The probe is the list in another order.
+    """
+    four = sequences[:4]
+    expected, want = updated(sharing_trainer(1, 1, backend=backend), cut(four, 4), updates=2)
+    for dp, tp, size in ((1, 2, 4), (2, 2, 1), (1, 4, 4)):
+        of = sharing_trainer(dp, tp, backend=backend)
+        found, got = updated(of, cut(four, size), updates=2)
+        assert_same(found, expected, f"({dp}, {tp}), microbatches of {size}")
+        assert got.gradient_norm == want.gradient_norm
+        if size == 4:
+            assert_bitwise_equal(got.logprobs, want.logprobs, claim=f"logprobs, tp={tp}")
+    state, _ = updated(sharing_trainer(2, 2, backend=backend), cut(four, 1))
+    save_state(tmp_path / "1", state, facts=FACTS)
+    one = sharing_trainer(1, 1, backend=backend)
+    state = restore_state(tmp_path / "1", one, facts=FACTS)
+    state, _ = updated(one, cut(four, 4), state=state)
+    assert_same(state, expected, "stopped on four devices, continued on one")
+    turned, _ = updated(one, cut([four[i] for i in (0, 2, 1, 3)], 4), updates=2)
+    assert num_different(turned, expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_control_a_tree_over_a_joined_matrix_is_not_that_of_ranks(backend, sequences, monkeypatch):
+    """q, k and v as one sum: on each rank other rows are neighbours, so tp changes weights."""
+    monkeypatch.setattr("detjax.training.forward._widths", lambda weights, name: ())
+    few = sequences[:2]
+    make = sharing_trainer.__wrapped__
+    expected, _ = updated(make(1, 1, backend=backend), cut(few, 2))
+    found, _ = updated(make(1, 2, backend=backend), cut(few, 2))
+    assert num_different(found, expected) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "options", "says"),
+    [
+        ({"num_kv_heads": 2}, 4, {}, "tp=4 must divide num_kv_heads=2"),
+        ({"intermediate_size": 48}, 2, {}, "tp=2 must divide the 1 leaves of intermediate_size=48"),
+        ({"experts": (8, 3)}, 2, {}, "ranks do not share mixtures of experts in training yet"),
+        ({}, 2, {"backward": Backward.XLA}, "tp=2 needs the canonical backward pass"),
+        ({}, 2, {"lora": LoraConfig(rank=4, alpha=8.0)}, "do not share layers with an adapter"),
+    ],
+)  # fmt: skip
+def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options, says):
+    sizes = {"num_layers": 1, "num_kv_heads": 4} | changes
+    with pytest.raises(ValueError, match=says):
+        Trainer(
+            dummy_model(dummy_config(**sizes)), optax.sgd(1.0), mesh=make_mesh(1, tp),
+            clip_norm=1.0, shares_layers=True, **options,
+        )  # fmt: skip
