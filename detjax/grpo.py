@@ -266,7 +266,8 @@ def _main(args: argparse.Namespace) -> int:
         setup = prepare(grpo_args(args))
         console.print(
             f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s) with tp "
-            f"{args.trainer_tp}, rollout with tp {args.rollout_tp}, fingerprint {setup.fingerprint}",
+            f"{args.trainer_tp}, rollout with tp {args.rollout_tp}, fingerprint "
+            f"{setup.fingerprint}",
             highlight=False,
             soft_wrap=True,
         )

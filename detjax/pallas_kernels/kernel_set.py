@@ -35,6 +35,7 @@ class KernelSet(Protocol):
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
         withheld_expert_gradients: Why mixtures of experts have no canonical backward pass; empty if
             they have.
+        withheld_shared_training: Why ranks of a trainer do not share layers; empty if they do.
     """
 
     takes_every_model: bool
@@ -46,6 +47,7 @@ class KernelSet(Protocol):
     withheld_linear_ranks: str
     withheld_head_ranks: str
     withheld_expert_gradients: str
+    withheld_shared_training: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

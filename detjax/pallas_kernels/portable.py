@@ -62,7 +62,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-withheld_head_ranks = withheld_expert_gradients = ""
+withheld_head_ranks = withheld_expert_gradients = withheld_shared_training = ""
 withheld_linear_attention = withheld_linear_ranks = ""
 
 

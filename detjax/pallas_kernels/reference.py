@@ -64,7 +64,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
-withheld_expert_gradients = ""
+withheld_expert_gradients = withheld_shared_training = ""
 
 
 def why_not_here() -> str | None:

@@ -79,6 +79,10 @@ withheld_expert_gradients = (
     "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has shown "
     "their bits; give backward=Backward.XLA (--backward xla), or the backend reference or portable"
 )
+withheld_shared_training = (
+    "ranks that share layers in training are withheld on sm90: no run on several GPUs has shown "
+    "their bits; leave out shares_layers (--trainer-tp), or give the backend reference or portable"
+)
 
 
 def what_to_install() -> str | None:

@@ -149,6 +149,8 @@ class Trainer:
         tp = mesh.shape[TP_AXIS] if shares_layers else 1
         if tp > 1 and lora is not None:
             raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
+        if tp > 1 and (withheld := KERNELS[model.backend].withheld_shared_training):
+            raise ValueError(withheld)
         if why := why_layers_not_shared(model.config, model.profile, tp, backward):
             raise ValueError(why)
         self._balance_weight, self._backward = balance_weight, backward
