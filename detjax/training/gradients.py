@@ -218,6 +218,8 @@ class CanonicalSums:
 
     def of_formula(self, formula, rows, shared, cotangents):
         """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
+        if not shared:
+            return self._by_block(lambda *own: _pull(formula, *own)[0], rows, cotangents), ()
         cut = self.leaves.cut
         of_rows, of_shared = self.of_leaves(
             formula, tuple(map(cut, rows)), shared, jax.tree.map(cut, cotangents)
@@ -228,8 +230,7 @@ class CanonicalSums:
         """`of_formula` of rows that are in leaves, [B T / leaf, leaf, ...]."""
 
         def one(rows, cotangents):
-            _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
-            return pull(cotangents)
+            return _pull(formula, rows, cotangents, shared)
 
         of_rows, parts = self.by_leaf(one, rows, cotangents)
         return of_rows, jax.tree.map(_tree, parts)
@@ -253,12 +254,28 @@ class CanonicalSums:
         return _tree(total)
 
     def map_rows(self, function, rows):
-        """One leaf after the other."""
-        return self.leaves.joined(self.by_leaf(function, *map(self.leaves.cut, rows)))
+        """As many rows as a leaf has at a time, whosever they are."""
+        return self._by_block(function, *rows)
+
+    def _by_block(self, function: Callable, *rows: Any) -> Any:
+        """Call `function` on rows, `TOKEN_LEAF` at a time.
+
+        # SHAPE: that of a leaf. Rows do not meet, so they need not be those of one sequence: many
+        short sequences are few blocks.
+        """
+        count = len(jax.tree.leaves(rows)[0])
+        out = self.by_leaf(function, *jax.tree.map(lambda x: in_chunks(x, TOKEN_LEAF), rows))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
     def by_leaf(self, function: Callable, *leaves: Any) -> Any:
         """Call `function` on one leaf after the other, in one body of one shape."""
         return _one_by_one(function, leaves, is_hidden=self.backend.platform == "cpu")
+
+
+def _pull(formula: Callable, rows: tuple, cotangents: Any, shared: tuple = ()) -> tuple:
+    """Cotangents of rows and of what they share."""
+    _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
+    return pull(cotangents)
 
 
 def _one_by_one(function: Callable, operands: tuple, *, is_hidden: bool) -> Any:
@@ -316,16 +333,15 @@ class XlaSums:
     def map_rows(self, function, rows):
         """At most `XLA_ROWS` at a time."""
         count = rows[0].shape[0]
-        cut = tuple(in_chunks(x, XLA_ROWS) for x in rows)
+        cut = tuple(in_chunks(x, min(XLA_ROWS, count)) for x in rows)
         out = lax.map(lambda part: function(*part), cut)
         return out.reshape(-1, *out.shape[2:])[:count]
 
 
-def in_chunks(x: jax.Array, most: int) -> jax.Array:
-    """Rows in chunks of at most `most`, zeros after the last."""
-    rows = min(most, x.shape[0])
-    padded = jnp.pad(x, [(0, -x.shape[0] % rows)] + [(0, 0)] * (x.ndim - 1))
-    return padded.reshape(-1, rows, *x.shape[1:])
+def in_chunks(x: jax.Array, num_rows: int) -> jax.Array:
+    """Rows in chunks of `num_rows`, zeros after the last."""
+    padded = pad_axis(x, 0, num_rows)
+    return padded.reshape(-1, num_rows, *x.shape[1:])
 
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Array, "X Y"]:

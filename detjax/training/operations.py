@@ -330,7 +330,8 @@ def token_logprobs(
             entropy = jnp.sum(jnp.exp(-surprise) * surprise, axis=1)
             return logprobs, entropy
 
-        logprobs, entropy = lax.map(chunk, tuple(in_chunks(x, XLA_ROWS) for x in (hidden, targets)))
+        chunks = tuple(in_chunks(x, min(XLA_ROWS, num_rows)) for x in (hidden, targets))
+        logprobs, entropy = lax.map(chunk, chunks)
         return logprobs.reshape(-1)[:num_rows], entropy.reshape(-1)[:num_rows]
 
     def gradient(args, _, cotangents):

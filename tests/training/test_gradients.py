@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from detjax.models.layers import ForwardContext
+from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -20,7 +21,7 @@ from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
-from detjax.training.gradients import Backward
+from detjax.training.gradients import Backward, CanonicalSums, TokenLeaves
 from detjax.training.trainer import Trainer
 from detjax.training.weights import master_params
 
@@ -201,6 +202,26 @@ def test_a_canonical_gradient_of_experts_is_refused_where_it_is_withheld(
     with pytest.raises(ValueError, match="not shown; give --backward xla"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
     assert "--backward xla" in KERNELS[Backend.SM90].withheld_expert_gradients
+
+
+def test_rows_of_short_sequences_share_blocks(weighted, monkeypatch):
+    """Eight sequences of 15 rows: two blocks of 64, where leaves are eight."""
+    batch, blocks = pack(weighted(*[16] * 8), length=15), []
+
+    def run(self, function, *rows):
+        blocks.append(len(jax.tree.leaves(rows)[0]))
+        return jax.vmap(function)(*rows)
+
+    monkeypatch.setattr(CanonicalSums, "by_leaf", run)
+    profile = NumericsProfile()
+    sums = CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=Backend.PORTABLE)
+    x = jnp.arange(120 * 4, dtype=jnp.float32).reshape(120, 4)
+    assert_bitwise_equal(sums.map_rows(jnp.negative, (x,)), -x, claim="rows keep their places")
+    (of_x,), _ = sums.of_formula(jnp.square, (x,), (), jnp.ones_like(x))
+    assert_bitwise_equal(of_x, 2 * x, claim="and their cotangents")
+    gain = jnp.ones((1, 4))
+    sums.of_formula(jnp.multiply, (x,), (gain,), x)
+    assert blocks == [2, 2, 8]
 
 
 def _references(function, *shapes) -> int:
