@@ -24,7 +24,7 @@ class TrainingOps:
     """The operations of `training.operations` on whole sequences, without a cache.
 
     Attributes:
-        ctx: The model, with tp = 1.
+        ctx: The model, and the ranks that share its layers.
         sums: Of the backward pass.
         batch: Rows and their places in sequences.
         positions: Of each place, [B, T]; -1 behind a sequence's end.
@@ -168,15 +168,16 @@ def token_logprobs(
     """Return the log-probability of each row's target, and the entropy of its distribution.
 
     Args:
-        ctx: The model, with tp = 1: a device holds all of it while it computes.
-        params: Float32 masters, as `weights.master_params` gives them.
+        ctx: The model. With a tp of 2 or more, inside `shard_map`, ranks share its layers.
+        params: Float32 masters, as `weights.master_params` gives them; of ranks as `sharing` says.
         rope_tables: Of the model.
         batch: Rows.
         remat: Keep one activation a layer for the backward pass and compute the rest again.
         backward: The order of sums of the backward pass.
 
     Raises:
-        ValueError: If `ctx.tp` is not 1, or a sequence is longer than the model's context.
+        ValueError: If ranks cannot share the layers, or a sequence is longer than the model's
+            context.
         NotImplementedError: In a canonical backward pass through experts, where the backend
             withholds it.
 

@@ -25,14 +25,21 @@ def why_layers_not_shared(
     """Why ranks cannot share the layers of a model in training, or None if they can."""
     if tp == 1:
         return None
+    why = _why_not_split(config, profile, tp, backward)
+    return why and f"{tp=}: {why}; give another tp, or leave out shares_layers (--trainer-tp)"
+
+
+def _why_not_split(
+    config: ModelConfig, profile: NumericsProfile, tp: int, backward: Backward
+) -> str | None:
     if backward is Backward.XLA:
-        return f"{tp=} needs the canonical backward pass: XLA's has no order over ranks"
+        return "XLA's backward pass has no order over ranks that share layers"
     if config.experts is not None:
-        return f"{tp=} must be 1: ranks do not share mixtures of experts in training yet"
+        return "ranks do not share mixtures of experts in training yet"
     if config.is_qk_norm_whole:
-        return f"{tp=} must be 1: the norm of all heads has no backward pass over ranks"
+        return "ranks do not share a norm over all heads in training yet"
     if config.num_kv_heads % tp:
-        return f"{tp=} must divide num_kv_heads={config.num_kv_heads} of a model that is trained"
+        return f"ranks cannot share num_kv_heads={config.num_kv_heads} in training"
     widths = {
         "num_heads * head_dim": config.num_heads * config.head_dim,
         "num_kv_heads * head_dim": config.num_kv_heads * config.head_dim,
@@ -41,7 +48,7 @@ def why_layers_not_shared(
     for name, width in widths.items():
         leaves = tree_reduction(width, profile).num_leaves
         if leaves % tp:
-            return f"{tp=} must divide the {leaves} leaves of {name}={width}"
+            return f"ranks cannot share the {leaves} leaves of {name}={width}"
     return None
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
@@ -16,8 +17,12 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
-from detjax.parallel.mesh import make_mesh
-from detjax.testing import assert_bitwise_equal, count_different_bits
+from detjax.parallel.mesh import TP_AXIS, make_mesh
+from detjax.testing import (
+    assert_bitwise_equal,
+    assert_order_sensitive,
+    count_different_bits,
+)
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
@@ -222,6 +227,70 @@ def test_rows_of_short_sequences_share_blocks(weighted, monkeypatch):
     gain = jnp.ones((1, 4))
     sums.of_formula(jnp.multiply, (x,), (gain,), x)
     assert blocks == [2, 2, 8]
+
+
+WIDTHS = (256, 128, 128)
+"""Of q, k and v: at least four leaves each."""
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.PORTABLE], ids=lambda it: it.value)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_rows_times_a_joined_matrix_is_bitwise_mesh_invariant(backend, tp, weighted):
+    """Unrounded. The control adds q, k and v as one tree: each rank has other neighbours there."""
+    rng = np.random.default_rng(tp)
+    x, w = (
+        [jnp.asarray(rng.standard_normal((rows, n)) * 2.0 ** rng.integers(-8, 8, n), jnp.bfloat16)
+         for n in WIDTHS]
+        for rows in (5, 24)
+    )  # fmt: skip
+    assert_order_sensitive(np.asarray(x[0], np.float32) * np.asarray(w[0], np.float32)[:1])
+    leaves = TokenLeaves.of(pack(weighted(5), length=4))
+
+    def total(ranks: int, *, is_apart: bool) -> np.ndarray:
+        sums = CanonicalSums(leaves=leaves, profile=NumericsProfile(), backend=backend, tp=ranks)
+        widths = tuple(n // ranks for n in WIDTHS) if is_apart else ()
+
+        def run(x, w):
+            joined = (jnp.concatenate(parts, axis=1) for parts in (x, w))
+            return sums.rows_times(*joined, widths=widths, is_split=True)
+
+        split = jax.shard_map(
+            run, mesh=make_mesh(1, ranks), in_specs=P(None, TP_AXIS), out_specs=P(),
+            check_vma=False,
+        )  # fmt: skip
+        return np.asarray(jax.jit(split)(x, w))
+
+    one = total(1, is_apart=True)
+    assert_bitwise_equal(total(tp, is_apart=True), one, claim=f"tp={tp} has the bits of tp=1")
+    assert count_different_bits(total(tp, is_apart=False), total(1, is_apart=False)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_sum_over_heads_is_bitwise_mesh_invariant(tp, weighted):
+    """Of 24 heads: eight leaves of three. The control adds the heads of each rank in order."""
+    parts = np.random.default_rng(1).standard_normal((2, 64, 24, 16)).astype(np.float32)
+    leaves = TokenLeaves.of(pack(weighted(5), length=4))
+    assert_order_sensitive(parts[0, 0].T)
+
+    def total(ranks: int) -> np.ndarray:
+        sums = CanonicalSums(
+            leaves=leaves, profile=NumericsProfile(), backend=Backend.PORTABLE, tp=ranks
+        )
+        split = jax.shard_map(
+            sums.of_heads, mesh=make_mesh(1, ranks), in_specs=P(None, None, TP_AXIS),
+            out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        return np.asarray(jax.jit(split)(parts))
+
+    assert_bitwise_equal(total(tp), total(1), claim=f"tp={tp} has the bits of tp=1")
+    by_rank = parts.reshape(2, 64, tp, 24 // tp, 16)
+    in_order = [sum(by_rank[:, :, r, i] for i in range(24 // tp)) for r in range(tp)]
+    other = sum(np.asarray(part).sum(axis=(0, 1)) for part in in_order)
+    assert count_different_bits(np.asarray(other, np.float32), total(1)) > 0
 
 
 def _references(function, *shapes) -> int:
