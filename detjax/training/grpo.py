@@ -75,7 +75,7 @@ class GrpoArgs:
         """The adapter that is trained; None trains the weights."""
         if not self.lora_rank:
             return None
-        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha)
+        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, seed=self.seeds[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,6 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
         clip_norm=args.clip_norm,
         remat=args.remat,
         lora=args.lora,
-        lora_seed=args.seeds[0],
         backward=Backward(args.backward),
         shares_layers=args.trainer_tp > 1,
     )

@@ -99,7 +99,6 @@ class Trainer:
         remat: bool = True,
         balance_weight: float = 0.0,
         lora: LoraConfig | None = None,
-        lora_seed: int = 0,
         backward: Backward = Backward.CANONICAL,
         shares_layers: bool = False,
     ):
@@ -115,7 +114,6 @@ class Trainer:
             balance_weight: Of the auxiliary loss that spreads rows over a model's experts, in each
                 microbatch (`forward.token_logprobs_and_balance`); 0 leaves it out.
             lora: The adapter that is trained while the weights stay; None trains the weights.
-            lora_seed: Of the adapter's first values.
             backward: The order of sums of the backward pass.
             shares_layers: Whether the ranks of tp share the matrices of each layer while they
                 compute, as a server's do; else each computes sequences of its own. Changes no bit.
@@ -126,37 +124,18 @@ class Trainer:
                 canonical backward pass; if the backend withholds one of experts, the devices are no
                 power of two, the optimizer is not elementwise, or ranks cannot share the layers.
         """
+        tp = mesh.shape[TP_AXIS] if shares_layers else 1
+        _check_training(model, balance_weight=balance_weight, lora=lora, backward=backward, tp=tp)
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
-        if lora is not None and balance_weight:
-            raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
-        if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
-            raise ValueError(
-                f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
-            )
-        if backward is Backward.CANONICAL and balance_weight:
-            raise ValueError(
-                f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
-                "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
-            )
-        if backward is Backward.CANONICAL and model.config.experts is not None:
-            if withheld := KERNELS[model.backend].withheld_expert_gradients:
-                raise ValueError(withheld)
         if mesh.size & (mesh.size - 1):
             raise ValueError(f"{mesh.size} devices must be a power of two")
         if reason := why_not_elementwise(optimizer):
             raise ValueError(reason)
-        tp = mesh.shape[TP_AXIS] if shares_layers else 1
-        if tp > 1 and lora is not None:
-            raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
-        if tp > 1 and (withheld := KERNELS[model.backend].withheld_shared_training):
-            raise ValueError(withheld)
-        if why := why_layers_not_shared(model.config, model.profile, tp, backward):
-            raise ValueError(why)
         self._balance_weight, self._backward = balance_weight, backward
         self._model, self._optimizer = model, optimizer
         self._clip_norm, self._remat = clip_norm, remat
-        self._lora, self._lora_seed = lora, lora_seed
+        self._lora = lora
         masters = self._trained_shapes()
         replicas = replicas_of(mesh, model.config, masters, shares_layers=tp > 1)
         self._replicas, self._mesh = replicas, replicas.mesh
@@ -165,8 +144,12 @@ class Trainer:
         frozen = None if lora is None else master_params(model)
         fixed = jax.tree.map(lambda t: move_bits(t, whole), (tuple(model.rope_tables), frozen))
         self._fixed = replicas.each(fixed, jax.tree.map(lambda _: P(), fixed))
+        self._make_programs()
+
+    def _make_programs(self) -> None:
+        """Of a step; nothing is compiled yet."""
+        replicas, parts = self._replicas, self._replicas.specs
         on_mesh = partial(jax.shard_map, mesh=self._mesh, check_vma=False)
-        parts = replicas.specs
         gather = on_mesh(self._local_gather, in_specs=(self.specs.params,), out_specs=parts)
         stacked = jax.tree.map(lambda spec: P(DP_AXIS, *spec), self._used(parts))
         reduce = on_mesh(self._local_reduce, in_specs=(stacked,), out_specs=P())
@@ -192,7 +175,7 @@ class Trainer:
         """What is trained, before the first step."""
         if self._lora is None:
             return master_params(self._model)
-        first = first_adapter(self._model.config, self._lora, seed=self._lora_seed)
+        first = first_adapter(self._model.config, self._lora, seed=self._lora.seed)
         return jax.device_put(first, NamedSharding(self._model.mesh, P()))
 
     def _trained_shapes(self) -> dict:
@@ -372,6 +355,41 @@ class Trainer:
             return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shares))
 
         return jax.tree.map(join, self.shardings(), *parts)
+
+
+def _check_training(
+    model: LoadedModel,
+    *,
+    balance_weight: float,
+    lora: LoraConfig | None,
+    backward: Backward,
+    tp: int,
+) -> None:
+    """Refuse what has no gradients, or none of the order that is asked for.
+
+    Raises:
+        ValueError: If so.
+    """
+    if lora is not None and balance_weight:
+        raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
+    if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
+        raise ValueError(
+            f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
+        )
+    if backward is Backward.CANONICAL and balance_weight:
+        raise ValueError(
+            f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
+            "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
+        )
+    if backward is Backward.CANONICAL and model.config.experts is not None:
+        if withheld := KERNELS[model.backend].withheld_expert_gradients:
+            raise ValueError(withheld)
+    if tp > 1 and lora is not None:
+        raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
+    if tp > 1 and (withheld := KERNELS[model.backend].withheld_shared_training):
+        raise ValueError(withheld)
+    if why := why_layers_not_shared(model.config, model.profile, tp, backward):
+        raise ValueError(why)
 
 
 class SubtreeSums:
