@@ -128,15 +128,14 @@ def repeated_classes() -> dict[str, int]:
     return {name: count for name, count in found.items() if count > 1}
 
 
-def calls_elsewhere() -> dict[str, int]:
-    """Calls of what one module has to call, in others."""
-    found: dict[str, int] = {}
+def calls_elsewhere(homes: Mapping[str, str] = HOMES) -> dict[str, int]:
+    """Calls of what one module has to call, in others; and what that module does not call."""
+    found = {f"{home}:{name}": 1 for name, home in homes.items()}
     for path, node in nodes(ast.Call):
-        name = called_name(node)
-        if name in HOMES and path != HOMES[name]:
-            key = f"{path}:{name}"
-            found[key] = found.get(key, 0) + 1
-    return found
+        if (name := called_name(node)) in homes:
+            key, is_home = f"{path}:{name}", path == homes[name]
+            found[key] = 0 if is_home else found.get(key, 0) + 1
+    return {key: count for key, count in found.items() if count}
 
 
 def long_functions() -> dict[str, int]:
@@ -305,6 +304,8 @@ def test_exceptions_cannot_grow_or_outlive_their_reason():
 
 
 def test_rules_find_what_they_are_for():
+    elsewhere = calls_elsewhere({"load_on_devices": "detjax/opening.py", "no_such": "a.py"})
+    assert len(elsewhere) >= 5 and elsewhere["a.py:no_such"] == 1
     function = ast.parse('def f(a):\n    """Say.\n\n    More.\n    """\n    return a\n').body[0]
     assert code_lines(function) == 2
     (size,) = assignments(ast.parse("SIZE = 2 ** 4\nLOG = logging.getLogger(__name__)"))
