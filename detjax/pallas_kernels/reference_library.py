@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -40,7 +41,7 @@ OPERATIONS = (
 )  # fmt: skip
 PREFIX = "detjax_"
 """Of the operations' names in JAX, XLA and the library."""
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Wno-psabi")
 """Nothing is fused that is not written so, and no result depends on the instruction sets."""
 OF_PROCESSOR = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 """Let `fma` be one instruction. The library runs on the machine that compiles it alone."""
@@ -83,6 +84,22 @@ def _output_of(command: Sequence[str]) -> str:
     return run.stdout
 
 
+def _compile(command: Sequence[str], library: Path) -> None:
+    """Compile the files side by side, and link them.
+
+    WHY: on two cores 10 s instead of 15; half of each is spent on the headers of XLA.
+    """
+    headers = ["-isystem", jax.ffi.include_dir()]
+
+    def compile_file(source: Path) -> str:
+        _output_of([*command, *headers, "-c", str(source), "-o", f"{parts}/{source.stem}.o"])
+        return f"{parts}/{source.stem}.o"
+
+    with tempfile.TemporaryDirectory() as parts, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_file, sorted(SOURCES.glob("*.cc"))))
+        _output_of([*command, "-shared", *objects, "-o", str(library)])
+
+
 def _compiled() -> Path:
     """Return the library of these sources, which is compiled if the cache does not have it."""
     compiler = find_compiler()
@@ -99,14 +116,12 @@ def _compiled() -> Path:
     if not path.exists():
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
-        headers = ["-isystem", jax.ffi.include_dir()]
-        source = str(SOURCES / "operations.cc")
         LOG.warning(
-            "compiling the reference kernels for this machine, once: some 20 s, or two minutes "
+            "compiling the reference kernels for this machine, once: some 10 s, or two minutes "
             "where %s has to build its C++ library first", PACKAGED
         )  # fmt: skip
         try:
-            _output_of([*compiler, *flags, *headers, source, "-o", unfinished])
+            _compile([*compiler, *flags], Path(unfinished))
             os.replace(unfinished, path)
         finally:
             Path(unfinished).unlink(missing_ok=True)

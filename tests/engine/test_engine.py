@@ -32,7 +32,8 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import dummy_config, dummy_model
 
-PAGE = 16
+PAGE = NumericsProfile().attention_block
+MAX_LEN = 7 * PAGE
 POISON = 127
 """A token whose embedding is NaN in `poisoned_model`."""
 
@@ -40,7 +41,7 @@ POISON = 127
 @cache
 def model() -> LoadedModel:
     config = dummy_config(num_layers=1, hidden_size=64, intermediate_size=128, vocab_size=128)
-    return dummy_model(config, profile=NumericsProfile(attention_block=PAGE, attention_split=64))
+    return dummy_model(config)
 
 
 @cache
@@ -55,7 +56,7 @@ _PROGRAMS: dict[str, ProgramCache] = {}
 
 def engine(of: LoadedModel | None = None, *, tracer=None, **changes) -> Engine:
     of = of or model()
-    sizes = {"batch_size": 4, "prefill_chunk": PAGE, "max_len": 128, "verify_window": 6}
+    sizes = {"batch_size": 4, "prefill_chunk": PAGE, "max_len": MAX_LEN, "verify_window": 6}
     config = EngineConfig(**(sizes | changes))
     key = f"{id(of)} {config.batch_size} {config.num_pages} {config.verify_window}"
     given = {"tracer": tracer} if tracer else {}
@@ -107,7 +108,8 @@ def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     made = engine(
         decode_lens=(2 * PAGE, 5 * PAGE), mode=mode, max_draft_fraction=1.0, num_pages=pages
     )
-    short, long = request(1, 20, max_tokens=10), request(5, 60, max_tokens=50)
+    short, long = request(1, 20, max_tokens=10), request(5, 5 * PAGE - 30, max_tokens=50)
+    longest = request(9, 6 * PAGE)
     (completion,) = made.generate([short])
     widths = [
         {key.table_len for key in made.programs if key.kind == kind}
@@ -115,10 +117,10 @@ def test_a_step_is_as_wide_as_the_longest_sample_and_no_bit_depends_on_it(mode):
     ]
     assert widths == [{2}, {2} if mode == "dvr" else set()]
     assert completion.digest() == alone(short).digest()
-    got = made.generate([long, short, request(9, 100)])
-    assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, request(9, 100))]
-    assert {key.table_len for key in made.programs if key.kind == "decode"} == {2, 5, 8}
-    assert {key.table_len for key in made.programs if key.kind == "prefill"} == {8}
+    got = made.generate([long, short, longest])
+    assert [c.digest() for c in got] == [alone(a).digest() for a in (long, short, longest)]
+    assert {key.table_len for key in made.programs if key.kind == "decode"} == {2, 5, 7}
+    assert {key.table_len for key in made.programs if key.kind == "prefill"} == {7}
 
 
 @pytest.mark.slow
@@ -129,7 +131,7 @@ def test_what_a_launch_is_compiled_for_is_compiled_ahead_and_no_more():
     # 4096 tokens are more than max_len, whose own program does. The second prefill leaves hidden
     # states, for logprobs of a prompt.
     assert sorted((key.kind, key.table_len, key.leaves_hidden) for key in forward) == [
-        ("decode", 2, False), ("decode", 8, False), ("prefill", 8, False), ("prefill", 8, True),
+        ("decode", 2, False), ("decode", 7, False), ("prefill", 7, False), ("prefill", 7, True),
     ]  # fmt: skip
 
 
@@ -273,7 +275,7 @@ def test_generate_wants_the_engine_for_itself():
     ("prompt", "given", "message"),
     [
         ((), {}, "the prompt has no tokens"),
-        ((1,) * 128, {}, "128 tokens and its answer 1, more than the engine's max_len of 128"),
+        ((1,) * MAX_LEN, {}, "896 tokens and its answer 1, more than the engine's max_len of 896"),
         ((1, 128), {}, "token id 128, outside the vocabulary of 128"),
         ((-1,), {}, "token id -1, outside"),
         ((1,), {"priority": 101}, r"priority=101 must be in \[-100, 100\]"),
@@ -365,7 +367,7 @@ def test_compiling_ahead_shows_progress_and_leaves_nothing_to_compile():
     assert total >= len(set(made.programs)) > 0
     assert [done for _, done, _ in told] == list(range(1, total + 1))
     assert {each for *_, each in told} == {total}
-    assert told[0][0] == "prefill invariant 1x16"
+    assert told[0][0] == "prefill invariant 1x128"
     compiled = made.stats().num_compiled
     made.generate([request(i) for i in range(4)])
     assert made.stats().num_compiled == compiled == total
@@ -379,11 +381,11 @@ def test_compiling_ahead_shows_progress_and_leaves_nothing_to_compile():
 def test_a_warm_prefix_cache_is_bitwise_schedule_invariant(mode):
     """Pages of prompts and of answers, decoded or verified, serve later requests unchanged."""
     made = engine(mode=mode)
-    asked = request(5, 40, max_tokens=40)
+    asked = request(5, 3 * PAGE - 20, max_tokens=40)
     assert made.generate([asked]) == [alone(asked)]
     assert made.stats().prefix_tokens == 0
     assert made.generate([asked]) == [alone(asked)]
-    assert made.stats().prefix_tokens == 32  # full pages but for the last token
+    assert made.stats().prefix_tokens == 2 * PAGE  # full pages but for the last token
     # A prompt that goes on where the answer ended finds the answer's pages too.
     longer = Request(
         prompt_token_ids=asked.prompt_token_ids + alone(asked).token_ids,
@@ -391,17 +393,17 @@ def test_a_warm_prefix_cache_is_bitwise_schedule_invariant(mode):
     )
     before = made.stats().prefix_tokens
     assert made.generate([longer]) == [alone(longer)]
-    assert made.stats().prefix_tokens - before == 64
+    assert made.stats().prefix_tokens - before == 3 * PAGE
 
 
 def test_what_plain_requests_decoded_is_not_shared():
     made = engine(mode="dvr")
-    asked = request(5, 40, max_tokens=40)
+    asked = request(5, 3 * PAGE - 20, max_tokens=40)
     add(made, asked, is_deterministic=False)
     answer = tuple(i for o in made.drain() for i in o.token_ids)
     made.add_request(asked.prompt_token_ids + answer, SamplingParams(max_tokens=2))
     made.drain()
-    assert made.stats().prefix_tokens == 32  # of the prompt alone
+    assert made.stats().prefix_tokens == 2 * PAGE  # of the prompt alone
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -426,7 +428,7 @@ def own_model() -> LoadedModel:
 )
 def test_new_weights_answer_as_if_they_had_been_loaded(draft):
     """No page of the old weights is used; the control keeps them and gives another answer."""
-    asked = request(5, 40)
+    asked = request(5, PAGE + 40)
     fresh = dataclasses.replace(model(), params=other_weights(model()))
     (want,) = engine(fresh).generate([asked])
     assert want.digest() != alone(asked).digest(), "the weights make no difference"
@@ -531,15 +533,16 @@ def test_an_interrupt_between_a_launch_and_its_cache_leaves_an_engine_that_works
 @pytest.mark.slow
 def test_a_request_that_outgrows_the_cache_fails_alone():
     made = engine(num_pages=4)
-    bad = add(made, request(1, 40, max_tokens=60))
+    long = request(1, 4 * PAGE - 30, max_tokens=60)
+    bad = add(made, long)
     good = add(made, request(2, 20, max_tokens=10))
     outputs = made.drain()
     last = of_request(outputs, bad)[-1]
     assert last.finish_reason is FinishReason.ERROR
-    assert last.error == "its 65 tokens do not fit in the cache of 4 pages of 16"
+    assert last.error == "its 513 tokens do not fit in the cache of 4 pages of 128"
     assert_canonical(of_request(outputs, good), request(2, 20, max_tokens=10))
-    with pytest.raises(RuntimeError, match="request 0: its 65 tokens do not fit"):
-        made.generate([request(1, 40, max_tokens=60)])
+    with pytest.raises(RuntimeError, match="request 0: its 513 tokens do not fit"):
+        made.generate([long])
 
 
 # ------------------------------------------------------------------------------------------ asyncio
@@ -750,14 +753,14 @@ def test_what_on_completion_raises_ends_the_run():
 
 @pytest.mark.slow
 def test_counters_add_up():
-    made = engine(mode="dvr", num_pages=10)
-    asked = [request(i, 30, max_tokens=30, temperature=0.5, seed=i) for i in range(8)]
+    made = engine(mode="dvr", num_pages=6)
+    asked = [request(i, PAGE - 8, max_tokens=PAGE + 12, temperature=0.5, seed=i) for i in range(8)]
     completions = made.generate(asked)
     stats, numbers = made.stats(), made.stats().numbers()
-    assert stats.decode_tokens == sum(len(c.token_ids) for c in completions) == 240
-    assert stats.prompt_tokens == 240 and stats.num_finished == stats.num_requests == 8
+    assert stats.decode_tokens == sum(len(c.token_ids) for c in completions) == 1120
+    assert stats.prompt_tokens == 960 and stats.num_finished == stats.num_requests == 8
     assert stats.num_preempted > 0
-    assert stats.prefill_tokens + stats.prefix_tokens > 240  # preempted ones again
+    assert stats.prefill_tokens + stats.prefix_tokens > 960  # preempted ones again
     assert stats.end_to_end_s.count == stats.first_token_s.count == 8
     assert 0 < stats.acceptance <= 1 and 0 < stats.windows_per_verify <= 8
     busy = stats.plan_s + stats.launch_s + stats.wait_s + stats.commit_s

@@ -1,43 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions are made, models are loaded and prompts are checked in one place each."""
-
-import ast
-from pathlib import Path
+"""Prompts are checked in one place; test_source_rules.py has who makes completions."""
 
 import pytest
 
-import detjax
 from detjax.engine.errors import PromptTooLongError
 from detjax.engine.requests.checks import RequestLimits
 
-PACKAGE = Path(detjax.__file__).parent
 LIMITS = RequestLimits(
     vocab_size=100, eos_token_ids=(2,), max_len=8, max_len_name="the model's context"
 )
-
-
-def callers_of(name: str) -> set[str]:
-    """The modules that call a function or a class by this name."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id == name:
-                    found.add(path.relative_to(PACKAGE).as_posix())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("Completion", "engine/outputs/completion.py"), ("load_model", "opening.py")],
-)
-def test_one_module_calls(name, module):
-    assert callers_of(name) == {module}
-
-
-@pytest.mark.control
-def test_control_a_name_that_many_call_is_found():
-    assert len(callers_of("load_on_devices")) >= 5
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def answers(case: str, batch_size: int, prefill_chunk: int) -> list[Completion]:
     return Engine(model(case), config).generate(requests())
 
 
-@pytest.mark.parametrize("case", quick_and_slow(["gpt_oss"], CASES))
+@pytest.mark.parametrize("case", quick_and_slow(["gemma2"], CASES))
 def test_the_kernels_take_every_layer(case):
     """They are traced on any machine."""
     assert abstract._why_not_traced(config_of(case), NumericsProfile(), Backend.SM90, 1) is None
@@ -118,28 +118,41 @@ def test_what_the_kernels_lack_is_named(case, keys, says):
     assert reason is not None and says in reason.replace("(", "").replace(")", "."), reason
 
 
-@pytest.mark.parametrize(
-    ("num_value_heads", "rows"), quick_and_slow([(48, 16512)], [(16, 8256), (32, 12352)])
-)
-def test_projections_of_any_published_number_of_heads_are_whole_blocks(num_value_heads, rows):
-    """Zeros stand behind b and a of 16 and 48 heads of values, as of Qwen3.5 0.8B and 27B."""
-    config = config_from_hf(
+def published_hybrid(num_value_heads: int) -> ModelConfig:
+    return config_from_hf(
         {
             "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4,
             "linear_num_value_heads": num_value_heads,
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_value_heads", "rows"), [(48, 16512), (16, 8256), (32, 12352)])
+def test_projections_of_any_published_number_of_heads_are_whole_blocks(num_value_heads, rows):
+    """Zeros stand behind b and a of 16 and 48 heads of values, as of Qwen3.5 0.8B and 27B."""
+    config = published_hybrid(num_value_heads)
     spec = param_specs(config, tp=1, vocab_block=128)["layers"][0]["linear_in"]
     assert spec.shape[0] == rows
     assert sum(spec.tensors[-1].hf_shape[:1]) == num_value_heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_value_heads", [16, 32, 48])
+def test_the_kernels_take_projections_of_any_published_number_of_heads(num_value_heads):
+    config = published_hybrid(num_value_heads)
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 1) is None
 
 
 def test_ranks_of_linear_attention_are_withheld():
-    """Their products are whole blocks, but no run on several GPUs has shown their bits."""
-    config = config_of("qwen3_5_wide")
-    reason = why_unsupported(config, NumericsProfile(), Backend.SM90, 2)
+    """No run on several GPUs has shown their bits."""
+    reason = why_unsupported(config_of("qwen3_5_wide"), NumericsProfile(), Backend.SM90, 2)
     assert reason is not None and "no run on several GPUs" in reason
+
+
+@pytest.mark.slow
+def test_the_kernels_would_take_ranks_of_linear_attention():
+    """Their products are whole blocks."""
+    config = config_of("qwen3_5_wide")
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 2) is None
 
 

@@ -21,8 +21,8 @@ from detjax.testing.dummies import batch_of, cpu_backend, scoring_step
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "hf"
 CASES = tuple(sorted(path.name for path in GOLDENS.iterdir()))
-QUICK = (("gemma3", "bfloat16"),)
-"""On either backend of a CPU; with tied weights, norms of heads and windows among them."""
+QUICK = tuple((case, "bfloat16") for case in ("gemma2", "gpt_oss", "granite"))
+"""Windows, soft caps, tied weights, sinks, experts and multipliers are among them."""
 
 FAMILIES = (
     "exaone4", "gemma2", "gemma3", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi4_longrope",

@@ -14,7 +14,7 @@
 #undef __x86_64__
 #endif
 #include "float32.h"
-#include "tensor_core.h"
+#include "tensor_core.cc"
 #ifdef DETJAX_EVERY_WIDTH
 #define DETJAX_LANES 8
 #include "lanes.h"

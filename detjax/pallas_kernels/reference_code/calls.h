@@ -19,6 +19,8 @@ namespace ffi = xla::ffi;
 using In = ffi::AnyBuffer;
 using Out = ffi::Result<ffi::AnyBuffer>;
 
+constexpr int kBlock = 128;  // keys of a page and of a step of online softmax; logits of a block
+
 template <class T>
 const T* data(const In& x) {
   return static_cast<const T*>(x.untyped_data());

@@ -13,8 +13,6 @@ namespace {
 constexpr int64_t kDotSums = 16;    // of a sum over channels: those of c mod 16
 constexpr int64_t kNeighbours = 4;  // squares that are added left to right
 
-DETJAX_INLINE float sigmoid_times(float factor, float x) { return div_full(factor, exp(-x) + 1.0f); }
-
 // By fma in order of channel, 16 sums; then in pairs.
 DETJAX_INLINE float dot_of_state(const float* s, const float* x, int64_t channels) {
   float sums[kDotSums];

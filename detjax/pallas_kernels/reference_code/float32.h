@@ -151,4 +151,6 @@ DETJAX_INLINE float log1p(float x) {
   return fma(f, float_of(0x3f317218u), p);
 }
 
+DETJAX_INLINE float sigmoid_times(float factor, float x) { return div_full(factor, exp(-x) + 1.0f); }
+
 }  // namespace detjax
