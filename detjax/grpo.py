@@ -91,19 +91,26 @@ _DEVICES = Option(
     default=1,
     help="devices of the trainer, a power of two that divides the microbatches",
 )
+_TRAINER_TP = Option(
+    name="trainer_tp",
+    parse=int,
+    default=1,
+    help="devices of the trainer, of --devices, that share each layer as the engine's do",
+)
 _BATCH_SIZE = replace(
     options.BATCH_SIZE, default=64, default_text="64", help="answers the engine works on at once"
 )
 _PLACE = (
     _ROLLOUT_TP,
     _DEVICES,
+    _TRAINER_TP,
     _BATCH_SIZE,
     Option(
         name="backward",
         default="canonical",
         choices=("canonical", "xla"),
         help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, "
-        "which are faster and depend on --microbatch; a model with experts needs xla",
+        "which are faster and depend on --microbatch",
     ),
     Option(
         name="remat",
@@ -216,7 +223,12 @@ def check_args(args: argparse.Namespace) -> None:
     Raises:
         InputError: If a value is out of range or does not go with another.
     """
-    check_counts(args, (_ROLLOUT_TP, _DEVICES, _BATCH_SIZE, _STEPS))
+    check_counts(args, (_ROLLOUT_TP, _DEVICES, _TRAINER_TP, _BATCH_SIZE, _STEPS))
+    if args.devices % args.trainer_tp:
+        raise InputError(
+            f"--trainer-tp {args.trainer_tp} must divide --devices {args.devices}; give --devices "
+            f"{args.trainer_tp} to share layers over all of them"
+        )
     if args.seeds is not None and min(args.seeds) < 0:
         raise InputError(f"--seeds {min(args.seeds)} must be at least 0")
     if (args.task == "gsm8k") != (args.problems is not None):
@@ -253,8 +265,9 @@ def _main(args: argparse.Namespace) -> int:
     with bad_input():
         setup = prepare(grpo_args(args))
         console.print(
-            f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s), rollout "
-            f"with tp {args.rollout_tp}, fingerprint {setup.fingerprint}",
+            f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s) with tp "
+            f"{args.trainer_tp}, rollout with tp {args.rollout_tp}, fingerprint "
+            f"{setup.fingerprint}",
             highlight=False,
             soft_wrap=True,
         )

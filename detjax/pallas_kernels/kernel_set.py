@@ -33,6 +33,9 @@ class KernelSet(Protocol):
             they are not.
         withheld_linear_ranks: The same of linear attention where ranks share a layer.
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
+        withheld_expert_gradients: Why mixtures of experts have no canonical backward pass; empty if
+            they have.
+        withheld_shared_training: Why ranks of a trainer do not share layers; empty if they do.
     """
 
     takes_every_model: bool
@@ -43,6 +46,8 @@ class KernelSet(Protocol):
     withheld_linear_attention: str
     withheld_linear_ranks: str
     withheld_head_ranks: str
+    withheld_expert_gradients: str
+    withheld_shared_training: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""
@@ -185,6 +190,12 @@ class KernelSet(Protocol):
         """See `gradients.api.token_sum`."""
         ...
 
+    def expert_token_sum(
+        self, a, b, experts, places, *, num_experts: int, num_places: int
+    ) -> jax.Array:
+        """See `gradients.api.expert_token_sum`."""
+        ...
+
     def attention_gradient(
         self, q, k, v, out, of_out, lengths, *, window: int | None
     ) -> tuple[jax.Array, ...]:
@@ -227,6 +238,10 @@ class KernelSet(Protocol):
         self, x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int
     ) -> jax.Array:
         """See `moe.api.expert_mlp`."""
+        ...
+
+    def expert_linear(self, x, experts, w) -> jax.Array:
+        """See `moe.api.expert_linear`."""
         ...
 
     def combine_experts_add_rms_norm(

@@ -8,6 +8,7 @@ from detjax.pallas_kernels.delta_rule.portable import gated_rms_norm as gated_rm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.portable import geglu as geglu
 from detjax.pallas_kernels.gradients.portable import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.portable import expert_token_sum as expert_token_sum
 from detjax.pallas_kernels.gradients.portable import token_sum as token_sum
 from detjax.pallas_kernels.linear.portable import add_partials as add_partials
 from detjax.pallas_kernels.linear.portable import combine_norm_linear as combine_norm_linear
@@ -37,6 +38,7 @@ from detjax.pallas_kernels.moe.portable import (
     combine_experts_norm_linear as combine_experts_norm_linear,
 )
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
+from detjax.pallas_kernels.moe.portable import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.portable import route as route
 from detjax.pallas_kernels.moe.portable import route_mlp as route_mlp
@@ -60,7 +62,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-withheld_head_ranks = ""
+withheld_head_ranks = withheld_expert_gradients = withheld_shared_training = ""
 withheld_linear_attention = withheld_linear_ranks = ""
 
 

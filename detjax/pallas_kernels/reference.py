@@ -8,6 +8,7 @@ from detjax.pallas_kernels.delta_rule.reference import gated_rms_norm as gated_r
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu
 from detjax.pallas_kernels.gradients.reference import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.reference import expert_token_sum as expert_token_sum
 from detjax.pallas_kernels.gradients.reference import token_sum as token_sum
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
 from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
@@ -37,6 +38,7 @@ from detjax.pallas_kernels.moe.reference import (
     combine_experts_norm_linear as combine_experts_norm_linear,
 )
 from detjax.pallas_kernels.moe.reference import defers_experts as defers_experts
+from detjax.pallas_kernels.moe.reference import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.reference import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.reference import route as route
 from detjax.pallas_kernels.moe.reference import route_mlp as route_mlp
@@ -62,6 +64,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
+withheld_expert_gradients = withheld_shared_training = ""
 
 
 def why_not_here() -> str | None:

@@ -11,6 +11,7 @@ from detjax.pallas_kernels.delta_rule.sm90 import gated_rms_norm as gated_rms_no
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.sm90 import geglu as geglu
 from detjax.pallas_kernels.gradients.sm90 import attention_gradient as attention_gradient
+from detjax.pallas_kernels.gradients.sm90 import expert_token_sum as expert_token_sum
 from detjax.pallas_kernels.gradients.sm90 import token_sum as token_sum
 from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
 from detjax.pallas_kernels.linear.sm90 import combine_norm_linear as combine_norm_linear
@@ -40,6 +41,7 @@ from detjax.pallas_kernels.moe.sm90 import (
     combine_experts_norm_linear as combine_experts_norm_linear,
 )
 from detjax.pallas_kernels.moe.sm90 import defers_experts as defers_experts
+from detjax.pallas_kernels.moe.sm90 import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.sm90 import route as route
 from detjax.pallas_kernels.moe.sm90 import route_mlp as route_mlp
@@ -72,6 +74,14 @@ withheld_linear_ranks = (
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"
+)
+withheld_expert_gradients = (
+    "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has shown "
+    "their bits; give backward=Backward.XLA (--backward xla), or the backend reference or portable"
+)
+withheld_shared_training = (
+    "ranks that share layers in training are withheld on sm90: no run on several GPUs has shown "
+    "their bits; leave out shares_layers (--trainer-tp), or give the backend reference or portable"
 )
 
 

@@ -47,7 +47,8 @@ def _gradients(
 
     # ORDER: the cotangent of the inputs is that of the weights, then each part's, left to right.
     """
-    of_x = sums.rows_times(cotangent, master.w.astype(dtype).T)
+    widths = tuple(one["b"].shape[0] for one in master.parts)
+    of_x = sums.rows_times(cotangent, master.w.astype(dtype).T, widths=widths)
     parts = []
     for one, rows in zip(master.parts, _rows(master), strict=True):
         a, b, of_part = one["a"].astype(dtype), one["b"].astype(dtype), cotangent[:, rows]

@@ -51,7 +51,8 @@ def attention_gradients(
 ) -> tuple[Activation[Array, "B T J C"], Gains]:
     """Cotangents of heads and of gains."""
     qkv, gains, cos, sin, positions = given
-    rotate = partial(rotated_heads, num_heads=ctx.config.num_heads, eps=ctx.config.rms_norm_eps)
+    num_heads = ctx.config.num_heads // ctx.tp
+    rotate = partial(rotated_heads, num_heads=num_heads, eps=ctx.config.rms_norm_eps)
     if isinstance(sums, CanonicalSums):
         return _canonical(ctx, sums, rotate, given, out, of_out, window)
 
@@ -62,9 +63,9 @@ def attention_gradients(
         @jax.checkpoint
         def one(qkv):
             heads = rotate(qkv, cos, sin, gains)
-            return plain_attention(heads, num_heads=ctx.config.num_heads, window=window)
+            return plain_attention(heads, num_heads=num_heads, window=window)
 
-        at_once = max(MAX_SCORES // (ctx.config.num_heads * length**2), 1)
+        at_once = max(MAX_SCORES // (num_heads * length**2), 1)
         return lax.map(one, qkv, batch_size=min(at_once, batch))
 
     return jax.vjp(formula, qkv, gains)[1](of_out)
@@ -82,7 +83,7 @@ def _canonical(
     """Rotate again, in leaves; then each sequence and head by itself; then rotate back."""
     (qkv, gains, cos, sin, _), own = given, sums.leaves
     batch, length = qkv.shape[:2]
-    num_heads = ctx.config.num_heads
+    num_heads = ctx.config.num_heads // ctx.tp
     num_kv = (qkv.shape[2] - num_heads) // 2
 
     def padded(x: jax.Array) -> jax.Array:
@@ -108,6 +109,20 @@ def _canonical(
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
     cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
-    of_rows, (of_gains,) = sums.of_leaves(rotate, rows, (gains,), cotangent)
-    of_qkv = of_rows[0].reshape(own.batch, own.length, *qkv.shape[2:])
-    return of_qkv[:batch, :length], of_gains
+
+    def turn_back(qkv, cos, sin, cotangent):
+        """Of heads, and of the gain of each token's heads."""
+        counts = num_heads, num_kv
+        own = gains and tuple(
+            jnp.broadcast_to(gain, (TOKEN_LEAF, count, *gain.shape))
+            for gain, count in zip(gains, counts, strict=True)
+        )
+        _, pull = jax.vjp(lambda qkv, own: rotate(qkv, cos, sin, own), qkv, own)
+        return pull(cotangent)
+
+    of_leaves, of_gains = sums.by_leaf(turn_back, *rows, cotangent)
+    of_qkv = of_leaves.reshape(own.batch, own.length, *qkv.shape[2:])[:batch, :length]
+    if gains is None:
+        return of_qkv, None
+    of_q_gain, of_k_gain = map(sums.of_heads, of_gains)
+    return of_qkv, (of_q_gain, of_k_gain)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of a mixture of experts with gradients.
+"""The operations of a mixture of experts with gradients: canonical, or by XLA's ragged products.
 
-Their sums are XLA's, so a backward pass through them is run-invariant alone.
+A pair of a row and one of its experts is a slot: slot `row * top_k + rank`.
 """
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +14,38 @@ from jax import lax
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import padded_router_size
+from detjax.pallas_kernels.gradients.composed import row_sums
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
+from detjax.pallas_kernels.moe.api import expert_linear
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
-from detjax.training.formulas import plain_rms_norm, plain_swiglu
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.training.formulas import plain_swiglu
 from detjax.training.gradients import (
     COLUMN_AXIS,
     ROW_AXIS,
-    XlaSums,
+    CanonicalSums,
+    GradientSums,
     linear_gradients,
     with_gradient,
 )
+from detjax.training.operations import norm_gradients
 
 
 def router_logits(
-    ctx: ForwardContext, x: Activation[Array, "M D"], w: Float32[Array, "U D"]
+    ctx: ForwardContext,
+    sums: GradientSums,
+    x: Activation[Array, "M D"],
+    w: Float32[Array, "U D"],
 ) -> Float32[Array, "M U"]:
-    """Multiply by a router as it is stored, and keep float32: `linear.api.linear`."""
+    """Multiply by a router as it is stored, and keep float32: `linear.api.linear`.
+
+    A canonical gradient rounds the cotangents of logits to the activations' dtype, as those of the
+    log-softmax are.
+    """
     dtype, f32 = ctx.profile.param_dtype, jnp.dtype(jnp.float32)
     num_experts = w.shape[0]
     num_zeros = padded_router_size(num_experts) - num_experts
@@ -43,14 +59,16 @@ def router_logits(
 
     def gradient(args, _, cotangent):
         x, w = args
-        of_x, of_w = linear_gradients(XlaSums(), x.astype(f32), w, cotangent, dtype)
+        if isinstance(sums, CanonicalSums):
+            return linear_gradients(sums, x, w, cotangent.astype(x.dtype), dtype)
+        of_x, of_w = linear_gradients(sums, x.astype(f32), w, cotangent, dtype)
         return of_x.astype(x.dtype), of_w
 
     return with_gradient(kernel, gradient)(x, w)
 
 
 def route(
-    ctx: ForwardContext, logits: Float32[Array, "M U"]
+    ctx: ForwardContext, sums: GradientSums, logits: Float32[Array, "M U"]
 ) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
     """Choose each row's experts and weigh them: `moe.api.route`. The choice has no gradient."""
     config = ctx.config.experts
@@ -66,7 +84,10 @@ def route(
         )
 
     def gradient(args, out, cotangents):
-        (logits,), (expert_ids, _) = args, out
+        (logits,), (expert_ids, weights_of) = args, out
+        if isinstance(sums, CanonicalSums):
+            of_rows = functools.partial(_of_logits, renormalise=config.renormalise)
+            return (sums.map_rows(of_rows, (logits, expert_ids, weights_of, cotangents[1])),)
         # WHY: a product, since a scatter-add on a GPU has no order.
         is_chosen = jax.nn.one_hot(expert_ids, logits.shape[1], dtype=jnp.float32)
 
@@ -80,8 +101,27 @@ def route(
     return with_gradient(kernel, gradient)(logits)
 
 
+def _of_logits(logits, expert_ids, weights, of_weights, *, renormalise: bool) -> jax.Array:
+    """Cotangents of a leaf's logits, from those of its experts' weights.
+
+    # ORDER: ((w0 g0 + w1 g1) + w2 g2) + ..., g = a weight's cotangent, in order of rank; without
+    `renormalise` the probabilities of all experts by the tree of `route`.
+    """
+    # ROUND: products before their sums, which thus fuse with none of them.
+    products = lax.optimization_barrier(weights * of_weights)
+    terms = jnp.split(products, weights.shape[1], axis=1)
+    mean = functools.reduce(operator.add, terms)
+    out = jnp.zeros_like(logits)
+    if not renormalise:
+        powers = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
+        out = -(powers / row_sums(powers)) * mean
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return out.at[rows, expert_ids].set(weights * (of_weights - mean))
+
+
 def expert_mlp(
     ctx: ForwardContext,
+    sums: GradientSums,
     x: Activation[Array, "M D"],
     expert_ids: Int32[Array, "M Q"],
     w_gate_up: Float32[Array, "U E D"],
@@ -90,8 +130,8 @@ def expert_mlp(
     """Run each row through its experts: `moe.api.expert_mlp`.
 
     Numerics:
-        Gradients are ragged products of the pairs of row and expert, sorted by expert. A row's
-        gradient is added over its experts in float32.
+        Gradients are canonical (docs/training.md), or ragged products of the slots sorted by
+        expert, and a row's gradient is added over its experts in float32.
     """
     dtype = ctx.profile.param_dtype
 
@@ -105,6 +145,8 @@ def expert_mlp(
         )
 
     def gradient(args, _, cotangent):
+        if isinstance(sums, CanonicalSums):
+            return _canonical_mlp(sums, args, cotangent, dtype)
         x, expert_ids, w_gate_up, w_down = args
         top_k = expert_ids.shape[1]
         experts = expert_ids.reshape(-1)
@@ -124,6 +166,44 @@ def expert_mlp(
         return of_x, None, _of_groups(of_gate_up, rows, sizes), _of_groups(of_y, gated, sizes)
 
     return with_gradient(kernel, gradient)(x, expert_ids, w_gate_up, w_down)
+
+
+def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, dtype: jnp.dtype) -> tuple:
+    """Cotangents of rows, ids and both matrices.
+
+    # ORDER: a slot's row by its expert alone, K in order, as forward; slots of a row left to right.
+    """
+    if withheld := KERNELS[sums.backend].withheld_expert_gradients:
+        raise NotImplementedError(withheld)
+    x, expert_ids, w_gate_up, w_down = args
+    num_rows, top_k = expert_ids.shape
+    w_gate_up, w_down = w_gate_up.astype(dtype), w_down.astype(dtype)
+    multiply = functools.partial(
+        expert_linear, experts=expert_ids.reshape(-1), backend=sums.backend
+    )
+    of_matrix = functools.partial(
+        sums.of_experts, expert_ids=expert_ids, num_experts=w_down.shape[0]
+    )
+
+    def of_gates(gate_up, of_gated):
+        def formula(gate_up):  # [64, Q, E]
+            flat = plain_swiglu(gate_up.reshape(-1, gate_up.shape[2]))
+            return flat.reshape(*gate_up.shape[:2], -1)
+
+        gate_up, of_gated = (x.reshape(num_rows, top_k, -1) for x in (gate_up, of_gated))
+        return sums.of_formula(formula, (gate_up,), (), of_gated)[0][0]
+
+    rows = jnp.repeat(x, top_k, axis=0)
+    of_y = cotangent.reshape(num_rows * top_k, -1)
+    gate_up = multiply(rows, w=w_gate_up)
+    of_gated = multiply(of_y, w=w_down.swapaxes(1, 2))
+    of_gate_up = of_gates(gate_up, of_gated).reshape(gate_up.shape)
+    of_slots = multiply(of_gate_up, w=w_gate_up.swapaxes(1, 2)).astype(jnp.float32)
+    # ROUND: each slot, and their sum, to the activations' dtype.
+    ranks = list(jnp.moveaxis(of_slots.reshape(num_rows, top_k, -1), 1, 0))
+    of_x = functools.reduce(operator.add, ranks).astype(x.dtype)
+    gated = swiglu(gate_up, backend=sums.backend)
+    return of_x, None, of_matrix(of_gate_up, rows), of_matrix(of_y, gated)
 
 
 def _ragged(x, w, sizes, w_axis: int) -> Float32[Array, "X Y"]:
@@ -152,6 +232,7 @@ def _of_groups(a, b, sizes) -> Float32[Array, "U X Y"]:
 
 def combine_experts_add_rms_norm(
     ctx: ForwardContext,
+    sums: GradientSums,
     y: Activation[Array, "M Q D"],
     weights: Float32[Array, "M Q"],
     residual: Activation[Array, "M D"],
@@ -165,15 +246,21 @@ def combine_experts_add_rms_norm(
             y, weights, residual, gain.astype(dtype), eps=eps, backend=ctx.backend
         )
 
-    def formula(total, gain):
-        return total, plain_rms_norm(total, gain[None], eps)
+    def of_weights(of_total, y):
+        """# ORDER: a perfect binary tree over channels."""
+        # ROUND: products before their sums, which thus fuse with none of them.
+        products = lax.optimization_barrier(
+            of_total.astype(jnp.float32)[:, None, :] * y.astype(jnp.float32)
+        )
+        return row_sums(products.reshape(-1, y.shape[2])).reshape(y.shape[:2])
 
     def gradient(args, out, cotangents):
         y, weights, _, gain = args
-        of_total, of_gain = jax.vjp(formula, out[0], gain)[1](cotangents)
+        of_total, of_gain = norm_gradients(sums, eps, out[0], gain, cotangents)
         wide = of_total.astype(jnp.float32)[:, None, :]
         of_y = (wide * weights[:, :, None]).astype(y.dtype)
-        of_weights = jnp.sum(wide * y.astype(jnp.float32), axis=2)
-        return of_y, of_weights, of_total, of_gain
+        if isinstance(sums, CanonicalSums):
+            return of_y, sums.map_rows(of_weights, (of_total, y)), of_total, of_gain
+        return of_y, jnp.sum(wide * y.astype(jnp.float32), axis=2), of_total, of_gain
 
     return with_gradient(kernel, gradient)(y, weights, residual, gain)

@@ -28,11 +28,17 @@ def plain_rope(x, cos, sin):
 
 
 def rotated_heads(qkv, cos, sin, gains, *, num_heads: int, eps: float):
-    """Normalise, if there are gains, and rotate queries and keys of heads [T, H + 2 K, C]."""
+    """Normalise, if there are gains, and rotate queries and keys of heads [T, H + 2 K, C].
+
+    Gains are [C], or one for each head of each token.
+    """
     num_kv = (qkv.shape[1] - num_heads) // 2
     q, k, v = jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
     if gains is not None:
-        q, k = (plain_rms_norm(x, g[None, None], eps) for x, g in zip((q, k), gains, strict=True))
+        q, k = (
+            plain_rms_norm(x, jnp.broadcast_to(gain, x.shape), eps)
+            for x, gain in zip((q, k), gains, strict=True)
+        )
     return jnp.concatenate([plain_rope(q, cos, sin), plain_rope(k, cos, sin), v], axis=1)
 
 

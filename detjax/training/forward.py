@@ -15,7 +15,8 @@ from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
-from detjax.training.gradients import Backward, GradientSums, refuse_canonical, sums_of
+from detjax.training.gradients import Backward, GradientSums, sums_of
+from detjax.training.sharing import why_layers_not_shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class TrainingOps:
     """The operations of `training.operations` on whole sequences, without a cache.
 
     Attributes:
-        ctx: The model, with tp = 1.
+        ctx: The model, and the ranks that share its layers.
         sums: Of the backward pass.
         batch: Rows and their places in sequences.
         positions: Of each place, [B, T]; -1 behind a sequence's end.
@@ -51,7 +52,7 @@ class TrainingOps:
         positions, places = self.positions, self.batch.places
         qkv_weights = _joined(weights, "qkv")
         bias = _joined(weights, "qkv_bias") if config.qkv_bias else None
-        qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias)
+        qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias, widths=_widths(weights, "qkv"))
         if config.is_qk_norm_whole:
             qkv = _normalise_all_heads(ctx, sums, weights, qkv)
         qkv = ops.to_sequences(qkv, places, positions.size)
@@ -72,7 +73,13 @@ class TrainingOps:
         return ops.swiglu(
             self.ctx,
             self.sums,
-            ops.linear(self.ctx, self.sums, stream.x, _joined(weights, "gate_up")),
+            ops.linear(
+                self.ctx,
+                self.sums,
+                stream.x,
+                _joined(weights, "gate_up"),
+                widths=_widths(weights, "gate_up"),
+            ),
         )
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
@@ -87,13 +94,13 @@ class TrainingOps:
 
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
-        ctx, x = self.ctx, refuse_canonical(self.sums, stream.x)
-        logits = expert_ops.router_logits(ctx, x, weights["router"])
-        expert_ids, expert_weights = expert_ops.route(ctx, logits)
+        ctx, sums, x = self.ctx, self.sums, stream.x
+        logits = expert_ops.router_logits(ctx, sums, x, weights["router"])
+        expert_ids, expert_weights = expert_ops.route(ctx, sums, logits)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
-        y = expert_ops.expert_mlp(ctx, x, expert_ids, *joined)
+        y = expert_ops.expert_mlp(ctx, sums, x, expert_ids, *joined)
         added = expert_ops.combine_experts_add_rms_norm(
-            ctx, y, expert_weights, stream.residual, gain
+            ctx, sums, y, expert_weights, stream.residual, gain
         )
         if cache is not None:
             cache = _counted(cache, logits, expert_ids, self.batch.places < self.positions.size)
@@ -144,6 +151,11 @@ def _joined(weights: dict[str, Any], name: str) -> Any:
     return join([weights[tensor] for tensor in TENSORS_OF[name]], tp=1)
 
 
+def _widths(weights: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Rows of each tensor of a parameter; empty where an adapter has them."""
+    return () if name in weights else tuple(len(weights[one]) for one in TENSORS_OF[name])
+
+
 def token_logprobs(
     ctx: ForwardContext,
     params: dict[str, Any],
@@ -156,16 +168,18 @@ def token_logprobs(
     """Return the log-probability of each row's target, and the entropy of its distribution.
 
     Args:
-        ctx: The model, with tp = 1: a device holds all of it while it computes.
-        params: Float32 masters, as `weights.master_params` gives them.
+        ctx: The model. With a tp of 2 or more, inside `shard_map`, ranks share its layers.
+        params: Float32 masters, as `weights.master_params` gives them; of ranks as `sharing` says.
         rope_tables: Of the model.
         batch: Rows.
         remat: Keep one activation a layer for the backward pass and compute the rest again.
         backward: The order of sums of the backward pass.
 
     Raises:
-        ValueError: If `ctx.tp` is not 1, or a sequence is longer than the model's context.
-        NotImplementedError: In a backward pass through experts, if it is canonical.
+        ValueError: If ranks cannot share the layers, or a sequence is longer than the model's
+            context.
+        NotImplementedError: In a canonical backward pass through experts, where the backend
+            withholds it.
 
     Numerics:
         Log-probabilities are canonical: the bits of the engine's, in any batch and layout, with
@@ -178,7 +192,7 @@ def token_logprobs(
 
 
 def _sums(ctx: ForwardContext, batch: Batch, backward: Backward) -> GradientSums:
-    return sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend)
+    return sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend, tp=ctx.tp)
 
 
 def token_logprobs_and_balance(
@@ -250,8 +264,8 @@ def _run(
     backward: Backward,
 ) -> tuple[Balance | None, Activation[Array, "M D"]]:
     """`final_hidden`, and what routers gave to their experts, counted from `balance` on."""
-    if ctx.tp != 1:
-        raise ValueError(f"{ctx.tp=} must be 1: training spreads sequences over devices")
+    if why := why_layers_not_shared(ctx.config, ctx.profile, ctx.tp, backward):
+        raise ValueError(why)
     if batch.length > rope_tables[0].shape[0]:
         raise ValueError(
             f"sequences of {batch.length} rows are longer than the model's context of "

@@ -6,6 +6,10 @@ derivatives of plain formulas. `CanonicalSums` and `XlaSums` compute these.
 """
 
 import enum
+import functools
+import itertools
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -14,13 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from detjax.array_types import Activation, Array, Float32
+from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.fixed_blocks import pad_axis
-from detjax.pallas_kernels.gradients.api import token_sum
+from detjax.pallas_kernels.gradients.api import expert_token_sum, token_sum
 from detjax.pallas_kernels.gradients.leaves import TOKEN_LEAF
 from detjax.pallas_kernels.linear.api import linear_partial
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import TP_AXIS
 from detjax.training.batch import Batch
 
 ROW_AXIS, COLUMN_AXIS = 0, 1
@@ -112,8 +118,14 @@ def _power_from(count: int) -> int:
 class GradientSums(Protocol):
     """What the gradients of operations are made of."""
 
-    def rows_times(self, x: jax.Array, w: jax.Array) -> Float32[Array, "M O"]:
-        """`x @ w.T`, unrounded: x is [M, I], w is [O, I]."""
+    def rows_times(
+        self, x: jax.Array, w: jax.Array, *, widths: tuple[int, ...] = (), is_split: bool = False
+    ) -> Float32[Array, "M O"]:
+        """`x @ w.T`, unrounded: x is [M, I], w is [O, I].
+
+        I may be several tensors, of `widths`, one after the other; with `is_split` ranks have
+        shares of each.
+        """
         ...
 
     def of_weights(self, a: jax.Array, b: jax.Array) -> Float32[Array, "X Y"]:
@@ -142,18 +154,40 @@ class CanonicalSums:
         leaves: Of the batch's tokens.
         profile: Gives the leaves of a row's sums.
         backend: Of the kernels.
+        tp: Ranks that share the matrices of a layer; from 2 on inside `shard_map`.
     """
 
     leaves: TokenLeaves
     profile: NumericsProfile
     backend: Backend
+    tp: int = 1
 
-    def rows_times(self, x: Activation[Array, "M I"], w: Activation[Array, "O I"]) -> jax.Array:
-        """The product of a forward pass with leaves: `linear.api.linear_partial`."""
-        num_out = w.shape[0]
+    def rows_times(
+        self,
+        x: Activation[Array, "M I"],
+        w: Activation[Array, "O I"],
+        *,
+        widths: tuple[int, ...] = (),
+        is_split: bool = False,
+    ) -> jax.Array:
+        """Each tensor's product, as a forward pass with leaves has it; they are added in order.
+
+        # ORDER: ((q + k) + v), additions only. A joined matrix has other rows on each rank, and a
+        tensor's are neighbours, so its tree is the one that ranks can share.
+        """
+        bounds = list(itertools.accumulate(widths))[:-1]
+        cut = (jnp.split(part, bounds, axis=1) for part in (x, w))
+        trees = (self._tree_of(*part, is_split=is_split) for part in zip(*cut, strict=True))
+        return functools.reduce(operator.add, trees)
+
+    def _tree_of(self, x: jax.Array, w: jax.Array, *, is_split: bool) -> jax.Array:
+        """`linear.api.linear_partial`, and the exchange of ranks where they share its inputs."""
+        num_out, tp = w.shape[0], self.tp if is_split else 1
         x, w = pad_axis(x, 1, STEP_DEPTH), pad_axis(pad_axis(w, 1, STEP_DEPTH), 0, OUT_BLOCK)
-        reduction = tree_reduction(x.shape[1], self.profile)
+        reduction = tree_reduction(x.shape[1] * tp, self.profile)
         product = linear_partial(x, w, reduction=reduction, backend=self.backend)
+        if tp > 1:
+            product = butterfly_sum(product, TP_AXIS, tp, backend=self.backend)
         return product[:, :num_out]
 
     def of_weights(self, a: Activation[Array, "M X"], b: Activation[Array, "M Y"]) -> jax.Array:
@@ -162,8 +196,30 @@ class CanonicalSums:
         a, b = (own.cut(rows).reshape(own.batch, own.length, -1) for rows in (a, b))
         return token_sum(a, b, own.lengths, backend=self.backend)
 
+    def of_experts(
+        self,
+        a: Activation[Array, "S X"],
+        b: Activation[Array, "S Y"],
+        expert_ids: Int32[Array, "M Q"],
+        *,
+        num_experts: int,
+    ) -> Float32[Array, "U X Y"]:
+        """`of_weights` of each expert's tokens, whose places are those of all tokens."""
+        num_places = self.leaves.batch * self.leaves.length
+        return expert_token_sum(
+            a,
+            b,
+            expert_ids.reshape(-1),
+            jnp.repeat(self.leaves.places, expert_ids.shape[1]),
+            num_experts=num_experts,
+            num_places=num_places,
+            backend=self.backend,
+        )
+
     def of_formula(self, formula, rows, shared, cotangents):
         """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
+        if not shared:
+            return self._by_block(lambda *own: _pull(formula, *own)[0], rows, cotangents), ()
         cut = self.leaves.cut
         of_rows, of_shared = self.of_leaves(
             formula, tuple(map(cut, rows)), shared, jax.tree.map(cut, cotangents)
@@ -174,19 +230,52 @@ class CanonicalSums:
         """`of_formula` of rows that are in leaves, [B T / leaf, leaf, ...]."""
 
         def one(rows, cotangents):
-            _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
-            return pull(cotangents)
+            return _pull(formula, rows, cotangents, shared)
 
         of_rows, parts = self.by_leaf(one, rows, cotangents)
         return of_rows, jax.tree.map(_tree, parts)
 
+    def of_heads(self, parts: Float32[Array, "A T h C"]) -> Float32[Array, " C"]:
+        """Add what tokens, and a rank's heads, give to a gain that all heads share.
+
+        # ORDER: of each leaf first its tokens, as a perfect binary tree, then heads, in as many
+        leaves as the greatest power of two up to the profile's that divides the heads of all ranks:
+        a leaf left to right, leaves as a perfect binary tree. Then leaves of tokens, as all leaves.
+        Additions only.
+        """
+        by_head = _tree(jnp.moveaxis(parts, 1, 0))  # [A, h, C]
+        num_heads = by_head.shape[1] * self.tp
+        leaves = math.gcd(num_heads, self.profile.num_leaves)
+        by_leaf = by_head.reshape(len(by_head), leaves // self.tp, num_heads // leaves, -1)
+        in_order = functools.reduce(operator.add, jnp.moveaxis(by_leaf, 2, 0))
+        total = _tree(jnp.moveaxis(in_order, 1, 0))
+        if self.tp > 1:
+            total = butterfly_sum(total, TP_AXIS, self.tp, backend=self.backend)
+        return _tree(total)
+
     def map_rows(self, function, rows):
-        """One leaf after the other."""
-        return self.leaves.joined(self.by_leaf(function, *map(self.leaves.cut, rows)))
+        """As many rows as a leaf has at a time, whosever they are."""
+        return self._by_block(function, *rows)
+
+    def _by_block(self, function: Callable, *rows: Any) -> Any:
+        """Call `function` on rows, `TOKEN_LEAF` at a time.
+
+        # SHAPE: that of a leaf. Rows do not meet, so they need not be those of one sequence: many
+        short sequences are few blocks.
+        """
+        count = len(jax.tree.leaves(rows)[0])
+        out = self.by_leaf(function, *jax.tree.map(lambda x: in_chunks(x, TOKEN_LEAF), rows))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
     def by_leaf(self, function: Callable, *leaves: Any) -> Any:
         """Call `function` on one leaf after the other, in one body of one shape."""
         return _one_by_one(function, leaves, is_hidden=self.backend.platform == "cpu")
+
+
+def _pull(formula: Callable, rows: tuple, cotangents: Any, shared: tuple = ()) -> tuple:
+    """Cotangents of rows and of what they share."""
+    _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
+    return pull(cotangents)
 
 
 def _one_by_one(function: Callable, operands: tuple, *, is_hidden: bool) -> Any:
@@ -228,8 +317,8 @@ def _tree(parts: Float32[Array, "A ..."]) -> jax.Array:
 class XlaSums:
     """Sums as XLA makes them of all rows of a microbatch."""
 
-    def rows_times(self, x, w):
-        """One product."""
+    def rows_times(self, x, w, *, widths=(), is_split=False):
+        """One product of all tensors, on one rank."""
         return product(x, w.astype(x.dtype), COLUMN_AXIS, COLUMN_AXIS)
 
     def of_weights(self, a, b):
@@ -244,16 +333,15 @@ class XlaSums:
     def map_rows(self, function, rows):
         """At most `XLA_ROWS` at a time."""
         count = rows[0].shape[0]
-        cut = tuple(in_chunks(x, XLA_ROWS) for x in rows)
+        cut = tuple(in_chunks(x, min(XLA_ROWS, count)) for x in rows)
         out = lax.map(lambda part: function(*part), cut)
         return out.reshape(-1, *out.shape[2:])[:count]
 
 
-def in_chunks(x: jax.Array, most: int) -> jax.Array:
-    """Rows in chunks of at most `most`, zeros after the last."""
-    rows = min(most, x.shape[0])
-    padded = jnp.pad(x, [(0, -x.shape[0] % rows)] + [(0, 0)] * (x.ndim - 1))
-    return padded.reshape(-1, rows, *x.shape[1:])
+def in_chunks(x: jax.Array, num_rows: int) -> jax.Array:
+    """Rows in chunks of `num_rows`, zeros after the last."""
+    padded = pad_axis(x, 0, num_rows)
+    return padded.reshape(-1, num_rows, *x.shape[1:])
 
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Array, "X Y"]:
@@ -265,35 +353,25 @@ def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> Float32[Arr
 
 
 def linear_gradients(
-    sums: GradientSums, x: jax.Array, w: jax.Array, cotangent: jax.Array, param_dtype: jnp.dtype
+    sums: GradientSums,
+    x: jax.Array,
+    w: jax.Array,
+    cotangent: jax.Array,
+    param_dtype: jnp.dtype,
+    *,
+    widths: tuple[int, ...] = (),
+    is_split: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of the inputs and the weights of `x @ w.T`."""
-    of_x = sums.rows_times(cotangent, w.astype(param_dtype).T)
+    """Cotangents of the inputs and the weights of `x @ w.T`; see `GradientSums.rows_times`."""
+    w = w.astype(param_dtype).T
+    of_x = sums.rows_times(cotangent, w, widths=widths, is_split=is_split)
     return of_x.astype(x.dtype), sums.of_weights(cotangent, x)
 
 
 def sums_of(
-    backward: Backward, batch: Batch, *, profile: NumericsProfile, backend: Backend
+    backward: Backward, batch: Batch, *, profile: NumericsProfile, backend: Backend, tp: int = 1
 ) -> GradientSums:
     """The sums of a backward pass over a batch."""
     if backward is Backward.XLA:
         return XlaSums()
-    return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend)
-
-
-def refuse_canonical(sums: GradientSums, x: jax.Array) -> jax.Array:
-    """`x`, whose cotangent is refused if sums are canonical: experts have no such backward pass.
-
-    Raises:
-        NotImplementedError: In a backward pass with canonical sums.
-    """
-
-    def gradient(args, out, cotangent):
-        if isinstance(sums, CanonicalSums):
-            raise NotImplementedError(
-                "a mixture of experts has no canonical backward pass; give "
-                "backward=Backward.XLA (--backward xla)"
-            )
-        return (cotangent,)
-
-    return with_gradient(lambda x: x, gradient)(x)
+    return CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=backend, tp=tp)

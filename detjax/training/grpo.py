@@ -51,6 +51,7 @@ class GrpoArgs:
     modes: tuple[str, ...]
     rollout_tp: int
     devices: int
+    trainer_tp: int
     steps: int
     seeds: tuple[int, ...]
     learning_rate: float
@@ -74,7 +75,7 @@ class GrpoArgs:
         """The adapter that is trained; None trains the weights."""
         if not self.lora_rank:
             return None
-        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha)
+        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, seed=self.seeds[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,12 +161,14 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     trainer = Trainer(
         model,
         optax.adam(args.learning_rate, b2=0.95),
-        mesh=make_mesh(1, args.devices, platform=place.backend.platform),
+        mesh=make_mesh(
+            args.devices // args.trainer_tp, args.trainer_tp, platform=place.backend.platform
+        ),
         clip_norm=args.clip_norm,
         remat=args.remat,
         lora=args.lora,
-        lora_seed=args.seeds[0],
         backward=Backward(args.backward),
+        shares_layers=args.trainer_tp > 1,
     )
     return GrpoSetup(
         args=args,

@@ -30,6 +30,7 @@ class LoraConfig:
     Attributes:
         rank: r.
         alpha: The scale s is `alpha / rank`.
+        seed: Of the first values.
 
     Raises:
         ValueError: If a value is out of range.
@@ -37,6 +38,7 @@ class LoraConfig:
 
     rank: int
     alpha: float
+    seed: int = 0
 
     def __post_init__(self):
         """Check the ranges."""

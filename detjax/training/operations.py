@@ -25,6 +25,7 @@ from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
+from detjax.pallas_kernels.linear.api import linear_partial
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kernel
@@ -33,6 +34,8 @@ from detjax.pallas_kernels.rope.api import rope as rope_kernel
 from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
+from detjax.parallel.collectives import butterfly_sum
+from detjax.parallel.mesh import TP_AXIS
 from detjax.training import adapter_operations
 from detjax.training.attention_gradient import SelfAttention, attention_gradients
 from detjax.training.formulas import plain_rms_norm, plain_swiglu
@@ -85,7 +88,7 @@ def rms_norm(
     return with_gradient(kernel, gradient)(x, gain)
 
 
-def _norm_gradients(sums: GradientSums, eps: float, total, gain, cotangents):
+def norm_gradients(sums: GradientSums, eps: float, total, gain, cotangents):
     """Cotangents of a stream that is handed on and normalised, and of the gain."""
 
     def formula(total, gain):
@@ -112,8 +115,13 @@ def linear(
     x: Activation[Array, "M I"],
     w: Float32[Array, "O I"] | AdaptedMaster,
     bias: Float32[Array, " O"] | None = None,
+    *,
+    widths: tuple[int, ...],
 ) -> Activation[Array, "M O"]:
-    """Multiply by a weight matrix: `linear.api.linear`."""
+    """Multiply by a weight matrix: `linear.api.linear`. O is this rank's share of several tensors.
+
+    `widths` are the rows of each tensor.
+    """
     if isinstance(w, AdaptedMaster):
         return adapter_operations.linear(ctx, sums, x, w, bias)
     dtype = ctx.profile.param_dtype
@@ -125,7 +133,8 @@ def linear(
     def gradient(args, _, cotangent):
         x, w, bias = args
         of_bias = _bias_gradient(sums, bias, cotangent)
-        return *linear_gradients(sums, x, w, cotangent, dtype), of_bias
+        of_x, of_w = linear_gradients(sums, x, w, cotangent, dtype, widths=widths, is_split=True)
+        return of_x, of_w, of_bias
 
     return with_gradient(kernel, gradient)(x, w, bias)
 
@@ -143,24 +152,21 @@ def linear_add_rms_norm(
     if isinstance(w, AdaptedMaster):
         return adapter_operations.linear_add_rms_norm(ctx, sums, x, w, residual, bias, gain)
     dtype, eps = ctx.profile.param_dtype, ctx.config.rms_norm_eps
-    reduction = tree_reduction(x.shape[1], ctx.profile)
+    reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
+    on = {"eps": eps, "backend": ctx.backend}
 
     def kernel(x, w, residual, bias, gain):
         bias = None if bias is None else bias.astype(dtype)
-        return linear_add_rms_norm_kernel(
-            x,
-            w.astype(dtype),
-            residual,
-            bias,
-            gain.astype(dtype),
-            reduction=reduction,
-            eps=eps,
-            backend=ctx.backend,
-        )
+        w, gain = w.astype(dtype), gain.astype(dtype)
+        if ctx.tp == 1:
+            return linear_add_rms_norm_kernel(x, w, residual, bias, gain, reduction=reduction, **on)
+        partial = linear_partial(x, w, reduction=reduction, backend=ctx.backend)
+        total = butterfly_sum(partial, TP_AXIS, ctx.tp, backend=ctx.backend)
+        return add_rms_norm_kernel(total, residual, bias, gain, **on)
 
     def gradient(args, out, cotangents):
         x, w, _, bias, gain = args
-        of_total, of_gain = _norm_gradients(sums, eps, out[0], gain, cotangents)
+        of_total, of_gain = norm_gradients(sums, eps, out[0], gain, cotangents)
         of_x, of_w = linear_gradients(sums, x, w, of_total, dtype)
         return of_x, of_w, of_total, _bias_gradient(sums, bias, of_total), of_gain
 
@@ -203,7 +209,7 @@ def add_rms_norm(
         return add_rms_norm_kernel(wide, residual, None, rounded, eps=eps, backend=ctx.backend)
 
     def gradient(args, out, cotangents):
-        of_total, of_gain = _norm_gradients(sums, eps, out[0], args[2], cotangents)
+        of_total, of_gain = norm_gradients(sums, eps, out[0], args[2], cotangents)
         return of_total, of_total, of_gain
 
     return with_gradient(kernel, gradient)(added, residual, gain)
@@ -248,7 +254,7 @@ def self_attention(
     """
     profile, config = ctx.profile, ctx.config
     batch, length, num_all, channels = qkv.shape
-    num_heads, eps = config.num_heads, config.rms_norm_eps
+    num_heads, eps = config.num_heads // ctx.tp, config.rms_norm_eps
     num_kv = (num_all - num_heads) // 2
 
     def kernel(qkv, gains, cos, sin, positions):
@@ -324,7 +330,8 @@ def token_logprobs(
             entropy = jnp.sum(jnp.exp(-surprise) * surprise, axis=1)
             return logprobs, entropy
 
-        logprobs, entropy = lax.map(chunk, tuple(in_chunks(x, XLA_ROWS) for x in (hidden, targets)))
+        chunks = tuple(in_chunks(x, min(XLA_ROWS, num_rows)) for x in (hidden, targets))
+        logprobs, entropy = lax.map(chunk, chunks)
         return logprobs.reshape(-1)[:num_rows], entropy.reshape(-1)[:num_rows]
 
     def gradient(args, _, cotangents):

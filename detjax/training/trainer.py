@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step over sharded state: every device computes whole sequences with whole weights.
+"""A training step over sharded state: every replica computes whole sequences.
 
 Masters and optimizer state are cut over all devices of a mesh. A step gathers the masters, which
-copies bits. Each device computes the gradients of a run of sequences, some at a time. Gradients of
-sequences are added as one tree over the step's list of sequences, of which a device has a subtree,
-and each device updates its share. All arithmetic except the upper levels of that tree runs in
-programs for one device, which are the same for every mesh.
+copies bits. Each replica, a device or the ranks that share its layers, computes the gradients of a
+run of sequences, some at a time. Gradients of sequences are added as one tree over the step's list
+of sequences, of which a replica has a subtree, and each device updates its share. Where replicas
+are single devices, all arithmetic except the upper levels of that tree runs in programs for one
+device, which are the same for every mesh.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -35,11 +37,12 @@ from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
+from detjax.training.sharing import replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
 from detjax.training.weights import master_params, master_shapes, move_bits
 
 DEVICES = (DP_AXIS, TP_AXIS)
-"""Both axes of the mesh as one: training has no use for the difference."""
+"""Both axes of the mesh as one: masters and optimizer state are cut over all devices."""
 
 ADD_COLS = 128
 
@@ -96,8 +99,8 @@ class Trainer:
         remat: bool = True,
         balance_weight: float = 0.0,
         lora: LoraConfig | None = None,
-        lora_seed: int = 0,
         backward: Backward = Backward.CANONICAL,
+        shares_layers: bool = False,
     ):
         """Describe the state.
 
@@ -111,48 +114,47 @@ class Trainer:
             balance_weight: Of the auxiliary loss that spreads rows over a model's experts, in each
                 microbatch (`forward.token_logprobs_and_balance`); 0 leaves it out.
             lora: The adapter that is trained while the weights stay; None trains the weights.
-            lora_seed: Of the adapter's first values.
             backward: The order of sums of the backward pass.
+            shares_layers: Whether the ranks of tp share the matrices of each layer while they
+                compute, as a server's do; else each computes sequences of its own. Changes no bit.
 
         Raises:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
-                `balance_weight` is negative, or positive for a model without experts; if a model
-                with experts is to have a canonical backward pass, the devices are no power of two,
-                or the optimizer is not elementwise.
+                `balance_weight` is negative, or positive for a model without experts or with a
+                canonical backward pass; if the backend withholds one of experts, the devices are no
+                power of two, the optimizer is not elementwise, or ranks cannot share the layers.
         """
+        tp = mesh.shape[TP_AXIS] if shares_layers else 1
+        _check_training(model, balance_weight=balance_weight, lora=lora, backward=backward, tp=tp)
         if not clip_norm > 0:
             raise ValueError(f"{clip_norm=} must be positive; float('inf') never clips")
-        if lora is not None and balance_weight:
-            raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
-        if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
-            raise ValueError(
-                f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
-            )
-        if backward is Backward.CANONICAL and model.config.experts is not None:
-            raise ValueError(
-                "a mixture of experts has no canonical backward pass; give backward=Backward.XLA "
-                "(--backward xla)"
-            )
         if mesh.size & (mesh.size - 1):
             raise ValueError(f"{mesh.size} devices must be a power of two")
         if reason := why_not_elementwise(optimizer):
             raise ValueError(reason)
         self._balance_weight, self._backward = balance_weight, backward
-        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._model, self._optimizer = model, optimizer
         self._clip_norm, self._remat = clip_norm, remat
-        self._lora, self._lora_seed = lora, lora_seed
-        self.specs = _state_specs(self._trained_shapes(), optimizer, mesh.size)
-        whole = NamedSharding(mesh, P())
+        self._lora = lora
+        masters = self._trained_shapes()
+        replicas = replicas_of(mesh, model.config, masters, shares_layers=tp > 1)
+        self._replicas, self._mesh = replicas, replicas.mesh
+        self.specs = _state_specs(masters, optimizer, mesh.size)
+        whole = NamedSharding(self._mesh, P())
         frozen = None if lora is None else master_params(model)
-        fixed = tuple(model.rope_tables), frozen
-        self._fixed = _by_device(mesh, jax.tree.map(lambda t: move_bits(t, whole), fixed))
-        on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
-        gather = jax.jit(on_mesh(self._local_gather, in_specs=(self.specs.params,)))
-        reduce = jax.jit(on_mesh(self._local_reduce, in_specs=P(DEVICES)))
-        self._gather, self._reduce = OrderedJit(gather), OrderedJit(reduce)
-        self._gradient = CheckedJit(
-            self._microbatch_gradient, donate_argnums=(), options=EXACT_OPTIONS
-        )
+        fixed = jax.tree.map(lambda t: move_bits(t, whole), (tuple(model.rope_tables), frozen))
+        self._fixed = replicas.each(fixed, jax.tree.map(lambda _: P(), fixed))
+        self._make_programs()
+
+    def _make_programs(self) -> None:
+        """Of a step; nothing is compiled yet."""
+        replicas, parts = self._replicas, self._replicas.specs
+        on_mesh = partial(jax.shard_map, mesh=self._mesh, check_vma=False)
+        gather = on_mesh(self._local_gather, in_specs=(self.specs.params,), out_specs=parts)
+        stacked = jax.tree.map(lambda spec: P(DP_AXIS, *spec), self._used(parts))
+        reduce = on_mesh(self._local_reduce, in_specs=(stacked,), out_specs=P())
+        self._gather, self._reduce = OrderedJit(jax.jit(gather)), OrderedJit(jax.jit(reduce))
+        self._gradients = replicas.programs(self._microbatch_gradient, specs=self._used(parts))
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
@@ -173,7 +175,7 @@ class Trainer:
         """What is trained, before the first step."""
         if self._lora is None:
             return master_params(self._model)
-        first = first_adapter(self._model.config, self._lora, seed=self._lora_seed)
+        first = first_adapter(self._model.config, self._lora, seed=self._lora.seed)
         return jax.device_put(first, NamedSharding(self._model.mesh, P()))
 
     def _trained_shapes(self) -> dict:
@@ -213,28 +215,31 @@ class Trainer:
             also on which sequences share a microbatch.
         """
         self._check_ids(batches)
-        params = _by_device(self._mesh, self._gather(state.params))
-        runs = aligned_runs(batches, num_shares=self._mesh.size)
+        specs = self._replicas.specs
+        params = self._replicas.each(self._gather(state.params), specs)
+        runs = aligned_runs(batches, num_shares=len(params))
         sums = [SubtreeSums(self._add) for _ in params]
         logprobs, entropy = (
             np.zeros((len(batches), len(batches[0].ids)), np.float32) for _ in "ab"
         )
         values: list[tuple[SequenceRun, Any]] = []
         for turn in itertools.zip_longest(*runs):  # so that devices work side by side
-            for own, fixed, total, run in zip(params, self._fixed, sums, turn, strict=True):
+            replicas = zip(self._gradients, params, self._fixed, sums, turn, strict=True)
+            for gradient_of, own, fixed, total, run in replicas:
                 if run is not None:
                     batch = jax.device_put(run.batch, fixed[0][0].sharding)
-                    gradient, found = self._gradient(own, fixed, batch)
+                    gradient, found = gradient_of(own, fixed, batch)
                     total.add(gradient, size=run.size)
                     values.append((run, found))
         for run, found in values:
             for rows, of_run in zip((logprobs, entropy), found, strict=True):
                 rows[run.source, run.rows] = np.asarray(of_run)[run.places]
         totals = [
-            jax.tree.map(jnp.zeros_like, self._used(own)) if total.is_empty else total.total()
+            _zeros_like(self._used(own)) if total.is_empty else total.total()
             for own, total in zip(params, sums, strict=True)
         ]
-        state, norm = self._updated(state, self._reduce(self._stacked(totals)))
+        stacked = self._replicas.stacked(totals, self._used(specs))
+        state, norm = self._updated(state, self._reduce(stacked))
         output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
         return state, output
 
@@ -262,20 +267,23 @@ class Trainer:
         return total
 
     def _local_gather(self, params: dict) -> dict:
-        """Gather whole arrays on every device, by copies only."""
+        """Gather on every device what it has while it computes, by copies only."""
 
-        def gather(share: jax.Array, spec: P) -> jax.Array:
+        def gather(share: jax.Array, spec: P, own: P) -> jax.Array:
             axis = _cut_axis(spec)
-            return share if axis is None else lax.all_gather(share, DEVICES, axis=axis, tiled=True)
+            if axis is not None:
+                share = lax.all_gather(share, DEVICES, axis=axis, tiled=True)
+            return self._replicas.own_part(share, own)
 
-        return jax.tree.map(gather, params, self.specs.params)
+        return jax.tree.map(gather, params, self.specs.params, self._replicas.specs)
 
     def _microbatch_gradient(self, params: dict, fixed, batch: Batch):
         """Return the gradient of the loss, and (logprobs, entropy) of the rows."""
         (tables, frozen), lora, model = fixed, self._lora, self._model
         ctx = ForwardContext(
-            config=model.config, profile=model.profile, backend=model.backend, tp=1
-        )
+            config=model.config, profile=model.profile, backend=model.backend,
+            tp=self._replicas.tp,
+        )  # fmt: skip
 
         def balanced_loss(params):
             values, balance = token_logprobs_and_balance(
@@ -298,17 +306,16 @@ class Trainer:
         return jax.grad(loss, has_aux=True)(self._used(params))
 
     def _local_reduce(self, gradients: dict) -> dict:
-        """Add the levels of the tree above the devices, neighbours first."""
+        """Add the levels of the tree above the replicas, neighbours first."""
 
-        def add_all(gradient: Float32[Array, "..."]) -> Float32[Array, "..."]:
-            whole = gradient[0]
-            total = jnp.pad(whole.reshape(-1), (0, -whole.size % ADD_COLS)).reshape(-1, ADD_COLS)
-            for axis in (TP_AXIS, DP_AXIS):
-                size = self._mesh.shape[axis]
-                total = butterfly_sum(total, axis, size, backend=self._model.backend)
-            return total.reshape(-1)[: whole.size].reshape(whole.shape)
+        def add_all(gradient: Float32[Array, "..."], spec: P) -> Float32[Array, "..."]:
+            own = gradient[0]
+            total = jnp.pad(own.reshape(-1), (0, -own.size % ADD_COLS)).reshape(-1, ADD_COLS)
+            size = self._mesh.shape[DP_AXIS]
+            total = butterfly_sum(total, DP_AXIS, size, backend=self._model.backend)
+            return self._replicas.whole(total.reshape(-1)[: own.size].reshape(own.shape), spec)
 
-        return jax.tree.map(add_all, gradients)
+        return jax.tree.map(add_all, gradients, self._used(self._replicas.specs))
 
     def _updated(self, state: TrainState, total: dict) -> tuple[TrainState, jax.Array]:
         """Update every device's share from the whole gradient."""
@@ -338,18 +345,6 @@ class Trainer:
         )
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1)
 
-    def _stacked(self, gradients: list[dict]) -> dict:
-        """One array of all devices' gradients for each leaf, stacked along a new first axis."""
-        sharding = NamedSharding(self._mesh, P(DEVICES))
-
-        def stack(*parts: jax.Array) -> jax.Array:
-            shape = (self._mesh.size, *parts[0].shape)
-            return jax.make_array_from_single_device_arrays(
-                shape, sharding, [part[None] for part in parts]
-            )
-
-        return jax.tree.map(stack, *gradients)
-
     def _assembled(self, parts: list[TrainState]) -> TrainState:
         """The inverse of `_by_device` for states."""
 
@@ -360,6 +355,41 @@ class Trainer:
             return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(shares))
 
         return jax.tree.map(join, self.shardings(), *parts)
+
+
+def _check_training(
+    model: LoadedModel,
+    *,
+    balance_weight: float,
+    lora: LoraConfig | None,
+    backward: Backward,
+    tp: int,
+) -> None:
+    """Refuse what has no gradients, or none of the order that is asked for.
+
+    Raises:
+        ValueError: If so.
+    """
+    if lora is not None and balance_weight:
+        raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
+    if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
+        raise ValueError(
+            f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"
+        )
+    if backward is Backward.CANONICAL and balance_weight:
+        raise ValueError(
+            f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
+            "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
+        )
+    if backward is Backward.CANONICAL and model.config.experts is not None:
+        if withheld := KERNELS[model.backend].withheld_expert_gradients:
+            raise ValueError(withheld)
+    if tp > 1 and lora is not None:
+        raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
+    if tp > 1 and (withheld := KERNELS[model.backend].withheld_shared_training):
+        raise ValueError(withheld)
+    if why := why_layers_not_shared(model.config, model.profile, tp, backward):
+        raise ValueError(why)
 
 
 class SubtreeSums:
@@ -403,6 +433,11 @@ def _state_specs(
         transform_non_params=lambda _: P(),
     )
     return TrainState(params=specs, opt_state=opt_specs, step=P())
+
+
+def _zeros_like(tree: Any) -> Any:
+    """Zeros, where the arrays of a tree are."""
+    return jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), tree)
 
 
 def _cut_axis(spec: P) -> int | None:

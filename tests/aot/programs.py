@@ -47,7 +47,7 @@ from detjax.pallas_kernels.linear.api import (
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
-from detjax.pallas_kernels.moe.api import expert_mlp, route_mlp_add_rms_norm
+from detjax.pallas_kernels.moe.api import expert_linear, expert_mlp, route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -188,6 +188,22 @@ def experts(num_rows: int, operands: OperandType = OperandType.BFLOAT16) -> aot.
         _shape(hidden),
     )
     return aot.compile_program(run, *shapes)
+
+
+def expert_rows(num_slots: int) -> aot.CompiledProgram:
+    """What a backward pass multiplies by the transposed second matrix of each expert."""
+    shape = MOE_SHAPES[0]
+    num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
+
+    def run(x, experts, w):
+        return expert_linear(x, experts, w, backend=Backend.SM90)
+
+    return aot.compile_program(
+        run,
+        _shape(num_slots, hidden),
+        _shape(num_slots, dtype=jnp.int32),
+        _shape(num, width, hidden),
+    )
 
 
 def expert_share(num_rows: int) -> aot.CompiledProgram:
@@ -602,6 +618,8 @@ PROGRAMS = {
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
+    "expert_rows_512": lambda: expert_rows(512),
+    "expert_rows_32768": lambda: expert_rows(32768),
     "experts_1": lambda: experts(1),
     "experts_8": lambda: experts(8),
     "experts_64": lambda: experts(64),

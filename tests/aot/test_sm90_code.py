@@ -160,6 +160,16 @@ def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
 
 
 @pytest.mark.parametrize(
+    ("name", "shape"), [("expert_rows_512", "m64n16k16"), ("expert_rows_32768", "m64n256k16")]
+)
+def test_rows_of_experts_use_the_tensor_core_and_spill_nothing(name, shape):
+    program = compiled(name)
+    assert wgmma(program, "detjax_experts_down") == {(shape,)}
+    assert spills(program) == {}
+    assert program["copies"] == []
+
+
+@pytest.mark.parametrize(
     ("kind", "num_rows", "shape", "launches"),
     [
         ("block", 1, "m64n8k32", 5), ("block", 8, "m64n8k32", 5), ("block", 64, "m64n16k32", 7),

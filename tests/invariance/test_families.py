@@ -29,7 +29,6 @@ from detjax.testing.jaxpr_rules import float_arithmetic_outside_kernels
 from detjax.testing.programs import plain_key, programs_for
 from detjax.training.batch import Scored, by_sequence, pack
 from detjax.training.forward import token_logprobs
-from detjax.training.gradients import Backward
 from detjax.training.weights import master_params, why_not_trained
 
 from .faults import order_by_company
@@ -155,12 +154,8 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
     ]
     batch = pack(sequences, length=max(len(s.token_ids) for s in sequences) - 1)
 
-    backward = Backward.CANONICAL if made.config.experts is None else Backward.XLA
-
     def run(params, batch):
-        logprobs, _ = token_logprobs(
-            ctx, params, made.rope_tables, batch, remat=True, backward=backward
-        )
+        logprobs, _ = token_logprobs(ctx, params, made.rope_tables, batch, remat=True)
         return jnp.sum(logprobs * batch.weights), logprobs
 
     (_, logprobs), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(

@@ -29,7 +29,7 @@ from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.geglu.api import geglu
-from detjax.pallas_kernels.gradients.api import attention_gradient, token_sum
+from detjax.pallas_kernels.gradients.api import attention_gradient, expert_token_sum, token_sum
 from detjax.pallas_kernels.linear.api import (
     add_partials,
     combine_norm_linear,
@@ -47,6 +47,7 @@ from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
+    expert_linear,
     expert_mlp,
     route,
     route_mlp,
@@ -1275,6 +1276,123 @@ def test_token_sum_is_bitwise_batch_invariant():
     f32s = [x.astype(np.float32) for x in rows[:2]]
     cut = plain(*(x[:2] for x in f32s)) + plain(*(x[2:] for x in f32s))
     assert count_different_bits(np.asarray(cut), np.asarray(plain(*f32s))) > 0
+
+
+NUM_EXPERTS, TOP_K = 6, 2
+
+
+def _slots() -> tuple:
+    """Two factors of each pair of a token and an expert; five tokens of padding at the end."""
+    rng = np.random.default_rng(4)
+    real = [np.arange(length) + i * 128 for i, length in enumerate(LENGTHS)]
+    places = np.concatenate([*real, np.arange(5) + 4 * 128])
+    ids = np.argsort(rng.random((len(places), NUM_EXPERTS)), axis=1)[:, :TOP_K]
+    factors = (bf16(rng, places.size * TOP_K, width) for width in (70, 130))
+    integers = (jnp.asarray(x, jnp.int32) for x in (ids.reshape(-1), np.repeat(places, TOP_K)))
+    return *factors, *integers
+
+
+def _expert_token_sum(a, b, experts, places, *, num_places: int = 4 * 128):
+    return expert_token_sum(
+        a, b, experts, places, num_experts=NUM_EXPERTS, num_places=num_places, **ON
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_expert_token_sum_is_bitwise_run_invariant():
+    slots = _slots()
+    again = _run(_expert_token_sum, slots, program="run_again")
+    assert_bitwise_equal(again, _run(_expert_token_sum, slots), claim="compiled again, same bits")
+
+
+def _own_rows(expert: int, x, experts, places) -> jax.Array:
+    """An expert's tokens at their places, [4, 128, X], and zeros."""
+    own = jnp.where(experts == expert, places, 4 * 128)
+    return jnp.zeros((4 * 128, x.shape[1]), x.dtype).at[own].set(x, mode="drop").reshape(4, 128, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_expert_token_sum_is_bitwise_batch_invariant():
+    """That of an expert is `token_sum` of its tokens at their places, whatever others chose.
+
+    The control leaves no places empty: an expert's tokens close up, and other sums come out.
+    """
+    a, b, experts, places = _slots()
+    whole = np.asarray(_expert_token_sum(a, b, experts, places))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    for expert in range(NUM_EXPERTS):
+        rows = (_own_rows(expert, x, experts, places) for x in (a, b))
+        alone = np.asarray(token_sum(*rows, lengths, **ON))
+        assert_bitwise_equal(whole[expert], alone, claim=f"expert {expert} alone")
+    cuts = [np.asarray(places) // 256 == i for i in range(2)]
+    halves = [
+        np.asarray(
+            _expert_token_sum(
+                *(x[jnp.asarray(cut)] for x in (a, b, experts)),
+                places[jnp.asarray(cut)] - 256 * i,
+                num_places=256,
+            )
+        )
+        for i, cut in enumerate(cuts)
+    ]
+    assert_bitwise_equal(halves[0] + halves[1], whole, claim="two sequences and two")
+    turned = jnp.arange(len(experts))[::-1]
+    shuffled = _expert_token_sum(*(x[turned] for x in (a, b, experts, places)))
+    assert_bitwise_equal(shuffled, whole, claim="slots in another order")
+    closed = jnp.zeros_like(places)
+    for expert in range(NUM_EXPERTS):
+        own = (experts == expert) & (places < 4 * 128)
+        closed = jnp.where(own, jnp.cumsum(own) - 1, closed)
+    closed = jnp.where(places < 4 * 128, closed, places)
+    other = _expert_token_sum(a, b, experts, closed.astype(jnp.int32))
+    assert count_different_bits(np.asarray(other), whole) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_expert_linear_is_bitwise_run_invariant():
+    operands = _expert_rows()
+    again = _run(_expert_linear, operands, program="run_again")
+    assert_bitwise_equal(again, _run(_expert_linear, operands), claim="compiled again, same bits")
+
+
+def _expert_linear(x, experts, w):
+    return expert_linear(x, experts, w, **ON)
+
+
+def _expert_rows() -> tuple:
+    rng = np.random.default_rng(5)
+    x, w = bf16(rng, 37, 96), bf16(rng, NUM_EXPERTS * 40, 96).reshape(NUM_EXPERTS, 40, 96)
+    return x, jnp.asarray(rng.integers(0, NUM_EXPERTS - 1, 37), jnp.int32), w
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_expert_linear_is_bitwise_batch_invariant():
+    """A row has the bits of `linear` by its expert's matrix; by halves of K it has others."""
+    x, experts, w = _expert_rows()
+    whole = np.asarray(_expert_linear(x, experts, w), np.float32)
+    differs = 0
+    for expert in range(NUM_EXPERTS):
+        own = np.asarray(experts) == expert
+        one = linear(x, w[expert], out_dtype=x.dtype, **ON)
+        assert_bitwise_equal(
+            whole[own], np.asarray(one, np.float32)[own], claim=f"rows of expert {expert}"
+        )
+        halves = (x[:, k] @ w[expert, :, k].T for k in (slice(0, 48), slice(48, 96)))
+        by_halves = np.asarray(sum(halves), np.float32)
+        differs += count_different_bits(by_halves[own], whole[own])
+    assert differs > 0
+    few = _expert_linear(x[:3], experts[:3], w)
+    assert_bitwise_equal(np.asarray(few, np.float32), whole[:3], claim="three rows")
+
+
+def test_expert_token_sum_refuses_what_has_no_tree():
+    a, b, experts, places = _slots()
+    with pytest.raises(ValueError, match="num_places=192 must be a power of two of leaves"):
+        _expert_token_sum(a, b, experts, places, num_places=192)
 
 
 def test_token_sum_refuses_what_has_no_tree():

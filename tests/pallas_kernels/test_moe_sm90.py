@@ -16,6 +16,7 @@ from detjax.models import layers
 from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.gradients.api import expert_token_sum
 from detjax.pallas_kernels.linear import sm90 as sm90_linear
 from detjax.pallas_kernels.linear.api import linear, linear_swiglu
 from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, W8A8Matrix
@@ -330,6 +331,17 @@ def test_interpreted_experts_agree_with_portable(name, num_rows, first, num_loca
     np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
 
 
+@pytest.mark.slow
+def test_interpreted_rows_by_their_experts_agree_with_portable():
+    """A row each, of whichever expert; one has none."""
+    x, w = wide_rows(9, TINY.width), weights(TINY).down
+    ids = jnp.asarray([3, 0, 0, 2, 3, 3, 0, 2, 0], jnp.int32)
+    got = np.asarray(sm90.expert_linear(x, ids, w, interpret=INTERPRET), np.float32)
+    want = np.asarray(portable.expert_linear(x, ids, w), np.float32)
+    # Tolerance: both are sums of 128 products in float32, rounded to 8 bits.
+    np.testing.assert_allclose(got, want, atol=np.abs(want).max() / 100)
+
+
 def clamped(shape: MoeShape, num_local: int) -> ClampedExperts:
     """Biases as large as the products, and a limit that half of them reach."""
     rng = np.random.default_rng(4)
@@ -582,6 +594,39 @@ def test_experts_have_the_bits_of_the_dense_products(num_rows):
         expected_rows(QWEN, ids),
         claim="an expert's row has the bits of the dense products",
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_slots", (1, 8, 100, 513, 4096))
+def test_rows_by_their_experts_have_the_bits_of_the_dense_products(num_slots):
+    """What a canonical backward pass multiplies; it is withheld until this has run."""
+    w = weights(QWEN).down
+    x = wide_rows(num_slots, w.shape[2])
+    terms = np.asarray(x[:1], np.float32) * np.asarray(w[0, :1], np.float32)
+    assert_order_sensitive(terms)
+    ids = np.random.default_rng(num_slots).integers(0, QWEN.num_experts, num_slots)
+    got = np.asarray(sm90.expert_linear(x, jnp.asarray(ids, jnp.int32), w), np.float32)
+    for expert in np.unique(ids)[:8]:
+        want = np.asarray(sm90_linear.linear(x, w[expert], None, out_dtype=BF16), np.float32)
+        own = ids == expert
+        assert_bitwise_equal(got[own], want[own], claim=f"rows of expert {expert}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_sums_over_the_tokens_of_experts_have_the_bits_of_the_reference():
+    """It is withheld in a canonical backward pass until this has run."""
+    a, b = wide_rows(600, 128, seed=1), wide_rows(600, 256, seed=2)
+    rng = np.random.default_rng(3)
+    ids = np.argsort(rng.random((300, 6)), axis=1)[:, :2].reshape(-1)
+    operands = a, b, jnp.asarray(ids, jnp.int32), jnp.repeat(jnp.arange(300, dtype=jnp.int32), 2)
+    sizes = {"num_experts": 6, "num_places": 512}
+    got = np.asarray(expert_token_sum(*operands, **sizes, backend=Backend.SM90))
+    with jax.default_device(jax.devices("cpu")[0]):
+        host = (jnp.asarray(np.asarray(x)) for x in operands)
+        want = np.asarray(expert_token_sum(*host, **sizes, backend=Backend.REFERENCE))
+    assert_bitwise_equal(got, want, claim="a GPU's sum over an expert's tokens")
 
 
 OSS = MoeShape(name="gpt_oss", hidden_size=576, width=192, num_experts=8, top_k=4, renormalise=True)

@@ -24,6 +24,11 @@ CONFIGS = {
     ),
     "experts": dummy_config(intermediate_size=128, experts=(8, 3)),
 }
+_EXPERTS = CONFIGS["experts"].experts
+assert _EXPERTS is not None
+CONFIGS["experts_of_all"] = dataclasses.replace(
+    CONFIGS["experts"], experts=dataclasses.replace(_EXPERTS, renormalise=False)
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

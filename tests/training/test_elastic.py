@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -60,6 +62,17 @@ def updated(of: Trainer, batches, *, updates: int = 1, state: TrainState | None 
     for _ in range(updates - 1):
         state, output = of.step(state, batches)
     return state, output
+
+
+@cache
+def expert_trainer(
+    dp: int = 1, tp: int = 1, *, backend: Backend, backward: Backward = Backward.CANONICAL
+) -> Trainer:
+    model = dummy_model(dummy_config(num_layers=1, experts=(8, 3)), backend=backend)
+    return Trainer(
+        model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
+        remat=False, backward=backward,
+    )  # fmt: skip
 
 
 def assert_same(found: TrainState, expected: TrainState, claim: str) -> None:
@@ -196,3 +209,134 @@ def test_sums_are_the_tree_of_the_list_however_it_is_cut():
     assert total(*[1] * 11) == total(8, 2, 1) == total(4, 4, 1, 1, 1)
     assert total(1, 1, 1) == "((0+1)+2)"
     assert_order_sensitive(np.asarray([[1e8, 1.0, -1e8, 1.0]], np.float32))
+
+
+ON_CPU = [Backend.REFERENCE, Backend.PORTABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_updates_of_experts_are_bitwise_mesh_and_batch_invariant(backend, sequences, tmp_path):
+    """Devices with steps of accumulation; then a run stopped, and continued on another mesh.
+
+    The probe is the list in another order.
+    """
+    eight = sequences[:8]
+    expected, want = updated(expert_trainer(backend=backend), cut(eight, 8), updates=2)
+    for dp, accumulated in ((1, 4), (2, 2), (4, 2)):
+        of = expert_trainer(dp, backend=backend)
+        found, got = updated(of, cut(eight, 8 // dp // accumulated), updates=2)
+        assert_same(found, expected, f"dp={dp}, {accumulated} steps of accumulation")
+        assert got.gradient_norm == want.gradient_norm
+    state, _ = updated(expert_trainer(2, backend=backend), cut(eight, 2))
+    save_state(tmp_path / "1", state, facts=FACTS)
+    other = expert_trainer(4, backend=backend)
+    state = restore_state(tmp_path / "1", other, facts=FACTS)
+    state, _ = updated(other, cut(eight, 1), state=state)
+    assert_same(state, expected, "stopped, and continued on another mesh")
+    turned, _ = updated(
+        expert_trainer(backend=backend), cut([eight[i] for i in (0, 2, 1, *range(3, 8))], 8),
+        updates=2,
+    )  # fmt: skip
+    assert num_different(turned, expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_control_the_update_of_experts_by_xlas_backward_depends_on_the_microbatches(
+    backend, sequences
+):
+    of = expert_trainer(backend=backend, backward=Backward.XLA)
+    expected, _ = updated(of, cut(sequences[:8], 8), updates=2)
+    found, _ = updated(of, cut(sequences[:8], 2), updates=2)
+    assert num_different(found, expected) > 0
+
+
+@cache
+def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
+    """With heads of gains that all share, and tables used twice; layers are shared from tp 2 on."""
+    config = dummy_config(
+        num_layers=1, num_heads=8, num_kv_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
+    )
+    model = dummy_model(dataclasses.replace(config, tie_word_embeddings=True), backend=backend)
+    return Trainer(
+        model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
+        shares_layers=tp > 1,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, sequences, tmp_path):
+    """A run of one device; of ranks that share layers; and one that is stopped between the two.
+
+    The probe is the list in another order.
+    """
+    four = sequences[:4]
+    expected, want = updated(sharing_trainer(1, 1, backend=backend), cut(four, 4), updates=2)
+    for dp, tp, size in ((1, 2, 4), (2, 2, 1), (1, 4, 4)):
+        of = sharing_trainer(dp, tp, backend=backend)
+        found, got = updated(of, cut(four, size), updates=2)
+        assert_same(found, expected, f"({dp}, {tp}), microbatches of {size}")
+        assert got.gradient_norm == want.gradient_norm
+        if size == 4:
+            assert_bitwise_equal(got.logprobs, want.logprobs, claim=f"logprobs, tp={tp}")
+    state, _ = updated(sharing_trainer(2, 2, backend=backend), cut(four, 1))
+    save_state(tmp_path / "1", state, facts=FACTS)
+    one = sharing_trainer(1, 1, backend=backend)
+    state = restore_state(tmp_path / "1", one, facts=FACTS)
+    state, _ = updated(one, cut(four, 4), state=state)
+    assert_same(state, expected, "stopped on four devices, continued on one")
+    turned, _ = updated(one, cut([four[i] for i in (0, 2, 1, 3)], 4), updates=2)
+    assert num_different(turned, expected) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "options", "says"),
+    [
+        ({"num_kv_heads": 2}, 4, {}, "cannot share num_kv_heads=2 in training; give another tp"),
+        ({"intermediate_size": 48}, 2, {}, "cannot share the 1 leaves of intermediate_size=48"),
+        ({"experts": (8, 3)}, 2, {}, "ranks do not share mixtures of experts in training yet"),
+        ({}, 2, {"backward": Backward.XLA}, "tp=2: XLA's backward pass has no order over ranks"),
+        ({}, 2, {"lora": LoraConfig(rank=4, alpha=8.0)}, "do not share layers with an adapter"),
+    ],
+)  # fmt: skip
+def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options, says):
+    sizes = {"num_layers": 1, "num_kv_heads": 4} | changes
+    with pytest.raises(ValueError, match=says):
+        Trainer(
+            dummy_model(dummy_config(**sizes)), optax.sgd(1.0), mesh=make_mesh(1, tp),
+            clip_norm=1.0, shares_layers=True, **options,
+        )  # fmt: skip
+
+
+def test_ranks_share_no_layers_where_it_is_withheld(monkeypatch):
+    model = dummy_model(dummy_config(num_layers=1, num_kv_heads=4))
+    monkeypatch.setattr(KERNELS[model.backend], "withheld_shared_training", "not shown yet")
+    with pytest.raises(ValueError, match="not shown yet"):
+        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 2), clip_norm=1.0, shares_layers=True)
+    assert "--trainer-tp" in KERNELS[Backend.SM90].withheld_shared_training
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.invariance
+def test_two_gpus_that_share_layers_have_the_weights_of_one(sequences, monkeypatch):
+    """It is withheld until this has run."""
+    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld_shared_training", "", raising=False)
+    config = dummy_config(
+        num_layers=1, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64,
+        intermediate_size=1024, qk_norm=True,
+    )  # fmt: skip
+    states = []
+    for tp in (1, 2):
+        of = Trainer(
+            dummy_model(config, backend=Backend.SM90), optax.adamw(1e-2),
+            mesh=make_mesh(1, tp, platform=Backend.SM90.platform), clip_norm=1.0,
+            shares_layers=tp > 1,
+        )  # fmt: skip
+        states.append(updated(of, cut(sequences[:4], 4), updates=2)[0])
+    assert_same(states[1], states[0], "two GPUs")

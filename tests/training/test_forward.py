@@ -168,8 +168,8 @@ def test_bad_input_is_refused_by_name(model_named):
     with pytest.raises(ValueError, match="4 tokens do not fit into num_rows=3"):
         pack([two, two], length=2, num_rows=3, layout=Layout.PACKED)
     model = model_named("tied")
-    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=2)
-    with pytest.raises(ValueError, match="must be 1"):
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=4)
+    with pytest.raises(ValueError, match="tp=4: ranks cannot share num_kv_heads=2"):
         token_logprobs(
             ctx, master_params(model), model.rope_tables, pack([two], length=2), remat=False
         )

@@ -144,8 +144,8 @@ def test_bad_input_is_refused_by_name(batches):
             mesh=make_mesh(1, 1), clip_norm=1.0,
         )  # fmt: skip
     experts = dummy_model(dummy_config(num_layers=1, experts=(8, 3)))
-    with pytest.raises(ValueError, match="experts has no canonical backward pass"):
-        Trainer(experts, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"balance_weight=0.1 has no canonical backward pass"):
+        Trainer(experts, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0, balance_weight=0.1)
     with pytest.raises(ValueError, match="3 devices must be a power of two"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(3, 1), clip_norm=1.0)
     unknown = pack([Scored(token_ids=(1, 320), weights=(0.0, 1.0))], length=20)

@@ -55,6 +55,46 @@ def _is_power(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
 
 
+def expert_token_sum(
+    a: Activation[Array, "S X"],
+    b: Activation[Array, "S Y"],
+    experts: Int32[Array, " S"],
+    places: Int32[Array, " S"],
+    *,
+    num_experts: int,
+    num_places: int,
+    backend: Backend,
+) -> Float32[Array, "U X Y"]:
+    """Multiply two rows of each pair of a token and an expert, and add those of each expert.
+
+    `out[e] = token_sum(a_e, b_e)`, where row `places[s]` of `a_e` and `b_e` is row s of `a` and
+    `b`, if `experts[s] == e`, and the others are zeros.
+
+    Args:
+        a: Rows of the one factor.
+        b: Of the other.
+        experts: The expert of each pair.
+        places: Of its token: sequence times T plus position, as `token_sum` has its rows. From
+            `num_places` on the pair is padding. No expert has a place twice.
+        num_experts: U.
+        num_places: Sequences times T.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If `num_places` is no power of two of leaves.
+
+    Numerics:
+        The bits of `token_sum`: a token that an expert does not have is a zero at its place, so no
+        other token's route moves it. 16 places in which an expert has no token cost nothing.
+        Claims: run-invariant, batch-invariant. Bits depend on (dtypes, build).
+    """
+    if num_places % TOKEN_LEAF or not _is_power(num_places // TOKEN_LEAF):
+        raise ValueError(f"{num_places=} must be a power of two of leaves of {TOKEN_LEAF} rows")
+    return KERNELS[backend].expert_token_sum(
+        a, b, experts, places, num_experts=num_experts, num_places=num_places
+    )
+
+
 def attention_gradient(
     q: Activation[Array, "B H T C"],
     k: Activation[Array, "B K T C"],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over tokens in blocks of one shape."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -21,6 +22,28 @@ def _dot(a, b, a_axis: int, b_axis: int) -> jax.Array:
     axes = (((a_axis,), (b_axis,)), ((), ()))
     wide = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(*wide, axes, precision=lax.Precision.HIGHEST)
+
+
+def _tree_of_leaves(num_leaves: int, leaf_sum: Callable) -> jax.Array:
+    """Add the blocks `leaf_sum(leaf)` of a power of two of leaves.
+
+    # ORDER: a binary counter: equal subtrees are added, the earlier one first.
+    """
+
+    def add_leaf(leaf, subtrees):
+        def add(state):
+            level, total = state
+            return level + 1, subtrees[level] + total
+
+        def is_pair(state):
+            return (leaf >> state[0]) & 1 == 1
+
+        level, total = lax.while_loop(is_pair, add, (jnp.int32(0), leaf_sum(leaf)))
+        return lax.dynamic_update_index_in_dim(subtrees, total, level, 0)
+
+    levels = num_leaves.bit_length()
+    empty = jnp.zeros((levels, *BLOCK), jnp.float32)
+    return lax.fori_loop(0, num_leaves, add_leaf, empty)[levels - 1]
 
 
 @jax.jit
@@ -46,22 +69,7 @@ def token_sum(a, b, lengths) -> jax.Array:
             steps = (real + TOKEN_STEP - 1) // TOKEN_STEP
             return lax.fori_loop(0, steps, add_step, jnp.zeros(BLOCK, jnp.float32))
 
-        def add_leaf(leaf, subtrees):
-            """# ORDER: a binary counter: equal subtrees are added, the earlier one first."""
-
-            def add(state):
-                level, total = state
-                return level + 1, subtrees[level] + total
-
-            def is_pair(state):
-                return (leaf >> state[0]) & 1 == 1
-
-            level, total = lax.while_loop(is_pair, add, (jnp.int32(0), leaf_sum(leaf)))
-            return lax.dynamic_update_index_in_dim(subtrees, total, level, 0)
-
-        levels = num_leaves.bit_length()
-        empty = jnp.zeros((levels, *BLOCK), jnp.float32)
-        out_ref[...] = lax.fori_loop(0, num_leaves, add_leaf, empty)[levels - 1]
+        out_ref[...] = _tree_of_leaves(num_leaves, leaf_sum)
 
     out = run_blocks(
         body,
@@ -74,6 +82,81 @@ def token_sum(a, b, lengths) -> jax.Array:
         out_specs=pl.BlockSpec(BLOCK, lambda x, y: (x, y)),
     )
     return out[:num_x, :num_y]
+
+
+def _sorted_by_step(experts, places, num_experts: int, num_places: int) -> tuple:
+    """Sort pairs by expert, then by place. Integers alone.
+
+    Returns:
+        The order of the pairs; the place of each within its step, [S]; the first pair of each step
+        of each expert, and of what comes after the last, [U num_places / step + 1].
+    """
+    is_real = (places < num_places) & (experts < num_experts)
+    keys = jnp.where(is_real, experts * num_places + places, num_experts * num_places)
+    order = jnp.argsort(keys, stable=True)
+    keys = keys[order]
+    firsts = jnp.arange(num_experts * num_places // TOKEN_STEP + 1, dtype=jnp.int32) * TOKEN_STEP
+    starts = jnp.searchsorted(keys, firsts).astype(jnp.int32)
+    return order, keys % TOKEN_STEP, starts
+
+
+@partial(jax.jit, static_argnames=("num_experts", "num_places"))
+def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int) -> jax.Array:
+    """See `api.expert_token_sum`. A step without a token of the expert is not multiplied."""
+    num_x, num_y = a.shape[1], b.shape[1]
+    order, within, starts = _sorted_by_step(experts, places, num_experts, num_places)
+    a, b = (
+        # SHAPE: a step is read as whole, also that of the last pairs.
+        jnp.pad(pad_axis(jnp.take(x, order, axis=0), 1, size), ((0, TOKEN_STEP), (0, 0)))
+        for x, size in zip((a, b), BLOCK, strict=True)
+    )
+    within = jnp.pad(within, (0, TOKEN_STEP))
+    steps_of_leaf, steps_of_expert = TOKEN_LEAF // TOKEN_STEP, num_places // TOKEN_STEP
+
+    def body(a_ref, b_ref, within_ref, starts_ref, out_ref):
+        expert = pl.program_id(0)
+        columns = [pl.ds(pl.program_id(i + 1) * size, size) for i, size in enumerate(BLOCK)]
+
+        def placed(ref, own, sources, is_there):
+            rows = ref[own, :].astype(jnp.float32)
+            return jnp.where(is_there, jnp.take(rows, sources, axis=0), 0.0)
+
+        def add_step(step, total):
+            start, stop = starts_ref[step], starts_ref[step + 1]
+
+            def add(total):
+                own = pl.ds(start, TOKEN_STEP)
+                index = lax.broadcasted_iota(jnp.int32, (TOKEN_STEP, TOKEN_STEP), 1)
+                place = lax.broadcasted_iota(jnp.int32, (TOKEN_STEP, TOKEN_STEP), 0)
+                is_source = (within_ref[own][None, :] == place) & (index < stop - start)
+                sources, is_there = jnp.argmax(is_source, axis=1), jnp.any(is_source, axis=1)
+                a_rows, b_rows = (
+                    placed(ref.at[:, cols], own, sources, is_there[:, None])
+                    for ref, cols in zip((a_ref, b_ref), columns, strict=True)
+                )
+                return total + _dot(a_rows, b_rows, 0, 0)
+
+            return lax.cond(stop > start, add, lambda total: total, total)
+
+        def leaf_sum(leaf):
+            first = expert * steps_of_expert + leaf * steps_of_leaf
+            zeros = jnp.zeros(BLOCK, jnp.float32)
+            return lax.fori_loop(first, first + steps_of_leaf, add_step, zeros)
+
+        out_ref[...] = _tree_of_leaves(num_places // TOKEN_LEAF, leaf_sum)[None]
+
+    out = run_blocks(
+        body,
+        a,
+        b,
+        within,
+        starts,
+        name="expert_token_sum",
+        grid=(num_experts, a.shape[1] // BLOCK[0], b.shape[1] // BLOCK[1]),
+        out_shape=jax.ShapeDtypeStruct((num_experts, a.shape[1], b.shape[1]), jnp.float32),
+        out_specs=pl.BlockSpec((1, *BLOCK), lambda e, x, y: (e, x, y)),
+    )
+    return out[:, :num_x, :num_y]
 
 
 @partial(jax.jit, static_argnames=("window",))

@@ -21,6 +21,13 @@ def token_sum(a, b, lengths) -> jax.Array:
     return composed.token_sum(REFERENCE_FORWARD, a, b, lengths)
 
 
+def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int) -> jax.Array:
+    """See `api.expert_token_sum`."""
+    return composed.expert_token_sum(
+        REFERENCE_FORWARD, a, b, experts, places, num_experts=num_experts, num_places=num_places
+    )
+
+
 def attention_gradient(
     q, k, v, out, of_out, lengths, *, window: int | None
 ) -> tuple[jax.Array, ...]:

@@ -135,6 +135,31 @@ def _check_experts(
         )
 
 
+def expert_linear(
+    x: Activation[Array, "S I"],
+    experts: Int32[Array, " S"],
+    w: Activation[Array, "U O I"],
+    *,
+    backend: Backend,
+) -> Activation[Array, "S O"]:
+    """Multiply each row by the matrix of its expert.
+
+    `out[s, o] = round(sum_i(x[s, i] * w[experts[s], o, i]))`
+
+    Args:
+        x: A row for each pair of a token and an expert.
+        experts: The expert of each, all of them here.
+        w: The matrix of each expert, (out, in).
+        backend: Which implementation runs.
+
+    Numerics:
+        A row's bits are those of `linear` by its expert's matrix alone: I in order, one rounding to
+        the dtype of `x`. As many products as there are rows are made, for any number of experts.
+        Claims: run-invariant, batch-invariant. Bits depend on (I, dtypes, build).
+    """
+    return KERNELS[backend].expert_linear(x, experts, w)
+
+
 def combine_experts_add_rms_norm(
     y: Activation[Array, "M Q D"],
     weights: Float32[Array, "M Q"],

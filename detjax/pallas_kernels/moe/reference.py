@@ -34,17 +34,7 @@ def expert_mlp(
     """
     del num_ranks  # changes no bit
     w_gate_up, w_down, extras = experts
-    dtypes = {x.dtype, w_gate_up.dtype, w_down.dtype}
-    if dtypes != {jnp.dtype(jnp.bfloat16)}:
-        raise NotImplementedError(
-            "experts of the reference backend multiply bfloat16 by bfloat16, not "
-            f"{x.dtype} by {w_gate_up.dtype} and {w_down.dtype}; use portable"
-        )
-    if x.shape[1] % 16 or w_down.shape[2] % 16:
-        raise NotImplementedError(
-            "experts of the reference backend need widths of a multiple of 16, the depth of one "
-            f"wgmma, not {x.shape[1]} and {w_down.shape[2]}; use portable"
-        )
+    _check_operands(x, w_gate_up, w_down)
     ids = (expert_ids - first_expert).reshape(-1).astype(jnp.int32)
     if extras is None:
         biases, clamp = (None, None), None
@@ -53,6 +43,29 @@ def expert_mlp(
     hidden = _products_of_experts(x, ids, w_gate_up, biases[0])
     y = _products_of_experts(swiglu(hidden, clamp=clamp), ids, w_down, biases[1])
     return y.reshape(*expert_ids.shape, x.shape[1])
+
+
+def _check_operands(x, *weights) -> None:
+    if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
+        raise NotImplementedError(
+            "experts of the reference backend multiply bfloat16 by bfloat16, not "
+            f"{x.dtype} by {' and '.join(str(w.dtype) for w in weights)}; use portable"
+        )
+    if any(w.shape[2] % 16 for w in weights):
+        raise NotImplementedError(
+            "experts of the reference backend need widths of a multiple of 16, the depth of one "
+            f"wgmma, not {' and '.join(str(w.shape[2]) for w in weights)}; use portable"
+        )
+
+
+def expert_linear(x, experts, w) -> jax.Array:
+    """See `api.expert_linear`.
+
+    Raises:
+        NotImplementedError: For another dtype than bfloat16, or a width that is no multiple of 16.
+    """
+    _check_operands(x, w)
+    return _products_of_experts(x, experts, w, None)
 
 
 def _products_of_experts(rows, ids, w, bias) -> jax.Array:

@@ -97,6 +97,37 @@ def expert_rows(
     return out, None if tiles.by_slot else places
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def expert_linear(x, experts, w, *, interpret=None) -> jax.Array:
+    """See `api.expert_linear`: rows sorted by expert, the second product of `expert_mlp`, put back.
+
+    Args:
+        x: [S, I].
+        experts: int32 [S].
+        w: [U, O, I].
+        interpret: How to interpret the kernels, if so.
+
+    Raises:
+        NotImplementedError: For dtypes or widths that the kernels do not have.
+
+    Numerics:
+        # ORDER: k16 block by k16 block in one f32 wgmma accumulator, a row's own.
+        # ROUND: once, to bfloat16.
+        Claims: run-invariant, batch-invariant.
+    """
+    _check_supported(x, w, w)
+    num_experts, num_out, width = w.shape
+    tiles = choose_tiles(
+        num_rows=x.shape[0], top_k=1, num_experts=num_experts, width=width, hidden=num_out
+    ).down
+    rows, places, work = sort_rows(
+        x, experts[:, None], jnp.zeros(1, jnp.int32), num_local=num_experts,
+        tile_rows=tiles.tile_rows, interpret=interpret is not None,
+    )  # fmt: skip
+    y = grouped_matmul(rows, w, work, tiles=tiles, by_slot=False, interpret=interpret)
+    return unsort_rows(y, places, interpret=interpret is not None)
+
+
 def _parts(extras: ClampedExperts | None) -> tuple:
     """Biases of the two products, and the clamp; None where there is none."""
     if extras is None:
