@@ -725,6 +725,38 @@ CASES = (
         control=Control(what="states that do not fade", fill={"A_log": -20.0}),
     ),
     Case(
+        name="ministral3",
+        what="queries scaled by position from the 64th token on, yarn with mscale and mscale_all_dim",
+        model_type="ministral3",
+        seed=1201,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                **YARN_SCALING,
+                "rope_theta": 1000000.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+        control=Control(
+            what="queries not scaled",
+            config={
+                "rope_parameters": {
+                    **YARN_SCALING,
+                    "rope_theta": 1000000.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.0,
+                }
+            },
+        ),
+    ),
+    Case(
         name="gpt_oss_bfloat16",
         what="gpt_oss with experts in bfloat16, without biases in attention",
         model_type="gpt_oss",
@@ -826,8 +858,10 @@ def float64_everywhere() -> Iterator[None]:
         for module in modules:
             module.torch = _Float64Torch()
         torch.Tensor.float = torch.Tensor.double
+        torch.set_default_dtype(torch.float64)  # of a quotient of integers
         yield
     finally:
+        torch.set_default_dtype(torch.float32)
         torch.Tensor.float = tensor_float
         for module in modules:
             module.torch = torch

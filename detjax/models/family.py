@@ -70,14 +70,14 @@ class Wrapper:
         model_type: Its `model_type`.
         section: Key under which the decoder's own configuration stands.
         inert: Further keys, of the other parts.
-        prefix: How names of the decoder's tensors begin in place of `model.`.
+        names: How names of the decoder's tensors begin, and what stands there without the wrapper.
     """
 
     architecture: str
     model_type: str
     section: str
     inert: frozenset[str]
-    prefix: str
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +113,8 @@ class Family:
         has_linear_attention: Whether `layer_types`, or all but each `full_attention_interval`-th,
             are layers of linear attention.
         has_output_gate: Whether `q_proj` holds a gate behind the queries of each head.
+        scales_queries: Whether queries are scaled by position, with `llama_4_scaling_beta` of the
+            rotary parameters.
         wrapper: A published model whose text decoder is of this family; None has none.
         spare_tensors: How names of tensors begin that a checkpoint may hold and no text needs.
         rope_inert: Keys of rotary parameters that cannot change a logit of a text.
@@ -143,6 +145,7 @@ class Family:
     stacks_experts: bool = False
     has_linear_attention: bool = False
     has_output_gate: bool = False
+    scales_queries: bool = False
     wrapper: Wrapper | None = None
     spare_tensors: tuple[str, ...] = ()
     rope_inert: frozenset[str] = frozenset()

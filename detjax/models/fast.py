@@ -47,7 +47,7 @@ from detjax.pallas_kernels.linear.quantized import (
 )
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, angles_of_keys, angles_of_queries
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
@@ -392,7 +392,10 @@ def attention_layer(
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
-    q, k = _rope(q, cos, sin), _rope(k, cos, sin)
+    q, k = (
+        _rope(x, of(cos, config.head_dim), of(sin, config.head_dim))
+        for x, of in ((q, angles_of_queries), (k, angles_of_keys))
+    )
     pages = write_pages(place, k, v)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(

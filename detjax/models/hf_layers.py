@@ -86,6 +86,8 @@ def layer_ropes(
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """The rotary embeddings of a model, and which of them each layer has (`ModelConfig`).
 
+    Where each layer has the first, a second is that of queries.
+
     Args:
         values: The parsed `config.json`.
         family: Of the model.
@@ -109,7 +111,9 @@ def layer_ropes(
     theta = family.defaults["rope_theta"]
     match family.ropes:
         case RopeRule.ONE:
-            return (read(values, theta),), ()
+            of_queries = read(values, theta)
+            of_keys = dataclasses.replace(of_queries, growth=0.0)
+            return ((of_keys, of_queries) if of_queries.growth else (of_keys,)), ()
         case RopeRule.BY_WINDOW:
             full, sliding = _by_window(values, family)
             local_theta = family.defaults.get("rope_local_base_freq", theta)

@@ -147,8 +147,11 @@ def rope_rows(
 def angles_of(
     config: ModelConfig, rows: Float32[Array, "M X"], layer: int
 ) -> Float32[Array, "M half"]:
-    """The cosines or sines of a layer, from those of all rotary embeddings of the model."""
-    if not config.other_ropes:
+    """The cosines or sines of a layer, from those of all rotary embeddings of the model.
+
+    Those of queries stand behind those of keys where they differ.
+    """
+    if not config.layer_ropes:
         return rows
     half = config.head_dim // 2
     start = config.layer_ropes[layer] * half

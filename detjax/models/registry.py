@@ -81,6 +81,28 @@ _GEMMA_CHECKED = {
     "hidden_activation": (_GELU_TANH, None),
     "use_bidirectional_attention": (False, None),
 }
+_LLAVA_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Names of a decoder's tensors beside those of parts for images, by newer and older releases."""
+
+_LLAVA_SPARE = tuple(
+    f"{model}{part}."
+    for model in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+_MISTRAL3 = Wrapper(
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    section="text_config",
+    inert=frozenset(
+        {"image_token_id", "image_token_index", "multimodal_projector_bias", "projector_hidden_act"}
+        | {"spatial_merge_size", "vision_config", "vision_feature_layer"}
+    ),
+    names=_LLAVA_NAMES,
+)
 _NORMS_AFTER = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
@@ -117,6 +139,39 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=False,
         windows=WindowRule.EVERY_LAYER,
         checked={"attention_bias": (False,)},
+        wrapper=_MISTRAL3,
+        spare_tensors=_LLAVA_SPARE,
+    ),
+    # Ministral 3: Mistral whose queries are scaled by position.
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 131072,
+            "num_hidden_layers": 34,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        windows=WindowRule.EVERY_LAYER,
+        default_rope={
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        rope_inert=frozenset({"max_position_embeddings"}),
+        scales_queries=True,
+        checked={"attention_bias": (False,)},
+        wrapper=_MISTRAL3,
+        spare_tensors=_LLAVA_SPARE,
     ),
     # Mixtral: Mistral whose every feed-forward layer is a mixture of experts.
     Family(
@@ -430,6 +485,15 @@ FAMILIES: tuple[Family, ...] = (
         tensor_names=_NORMS_AROUND,
         checked=_GEMMA_CHECKED,
         inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+        wrapper=Wrapper(
+            architecture="Gemma3ForConditionalGeneration",
+            model_type="gemma3",
+            section="text_config",
+            inert=frozenset({"image_token_id", "mm_tokens_per_image", "vision_config"})
+            | {f"{kind}_token_index" for kind in ("boi", "eoi", "image")},
+            names=_LLAVA_NAMES,
+        ),
+        spare_tensors=_LLAVA_SPARE,
     ),
     # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
     Family(
@@ -475,7 +539,7 @@ FAMILIES: tuple[Family, ...] = (
             section="text_config",
             inert=frozenset({"language_model_only", "vision_config"})
             | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
-            prefix="model.language_model.",
+            names={"model.language_model.": "model."},
         ),
         inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
         rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
@@ -541,12 +605,16 @@ def family_named(name: str) -> Family | None:
     return next((family for family in FAMILIES if family.name == name), None)
 
 
-def wrapped_family(architectures: Any) -> Family | None:
-    """The family of the text decoder of a model that has other parts, too; None for others."""
-    for family in FAMILIES:
-        if family.wrapper is not None and architectures == [family.wrapper.architecture]:
-            return family
-    return None
+def wrapped_families(architectures: Any) -> dict[str, tuple[Wrapper, Family]]:
+    """Families that the text decoder of a model with other parts may have, by their names.
+
+    The first is that of a decoder that does not say. Empty for a model without other parts.
+    """
+    return {
+        family.name: (family.wrapper, family)
+        for family in FAMILIES
+        if family.wrapper is not None and architectures == [family.wrapper.architecture]
+    }
 
 
 def find_family(architectures: Any) -> Family:
@@ -559,8 +627,9 @@ def find_family(architectures: Any) -> Family:
         for name in family.architectures:
             if architectures == [name]:
                 return family
-    wrappers = [f"{f.wrapper.architecture} (its text)" for f in FAMILIES if f.wrapper is not None]
+    wrappers = dict.fromkeys(f.wrapper.architecture for f in FAMILIES if f.wrapper is not None)
+    others = [f"{name} (its text)" for name in wrappers]
     raise ValueError(
         f"architectures={architectures!r} is not supported; detjax loads one of "
-        f"{', '.join([*supported_architectures(), *wrappers])} (a list of one name in config.json)"
+        f"{', '.join([*supported_architectures(), *others])} (a list of one name in config.json)"
     )

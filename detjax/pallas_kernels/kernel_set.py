@@ -32,6 +32,7 @@ class KernelSet(Protocol):
         withheld_linear_attention: Why models with layers of linear attention are refused; empty if
             they are not.
         withheld_linear_ranks: The same of linear attention where ranks share a layer.
+        withheld_query_angles: The same of models whose queries have other angles than keys.
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
     """
 
@@ -42,6 +43,7 @@ class KernelSet(Protocol):
     adapted_dtypes: tuple[str, ...]
     withheld_linear_attention: str
     withheld_linear_ranks: str
+    withheld_query_angles: str
     withheld_head_ranks: str
 
     def why_not_here(self) -> str | None:

@@ -62,6 +62,7 @@ reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
 withheld_head_ranks = ""
 withheld_linear_attention = withheld_linear_ranks = ""
+withheld_query_angles = ""
 
 
 def why_not_here() -> str | None:

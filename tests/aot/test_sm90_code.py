@@ -323,7 +323,8 @@ def test_prefill_attention_spills_nothing(name):
                 "granite_decode", "smollm3_decode", "phi3_decode", "glm4_prefill", "olmo3_decode",
                 "exaone4_decode", "gemma2_decode", "gemma2_prefill", "gemma2_verify",
                 "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
-                "gpt_oss_decode_many", "gpt_oss_prefill",
+                "gpt_oss_decode_many", "gpt_oss_prefill", "ministral3_decode",
+                "ministral3_verify", "ministral3_prefill",
             )
         ),
     ],

@@ -195,8 +195,10 @@ def own_name(name: str, family: Family | None) -> str | None:
         return name
     if name.startswith(family.spare_tensors):
         return None
-    if family.wrapper is not None and name.startswith(family.wrapper.prefix):
-        return "model." + name.removeprefix(family.wrapper.prefix)
+    longer = {} if family.wrapper is None else family.wrapper.names
+    for prefix, own in longer.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
     return name
 
 
