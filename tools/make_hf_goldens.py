@@ -726,7 +726,7 @@ CASES = (
     ),
     Case(
         name="ministral3",
-        what="queries scaled by position from the 64th token on, yarn with mscale and mscale_all_dim",
+        what="queries scaled by position from the 64th token on, yarn with both mscales",
         model_type="ministral3",
         seed=1201,
         config={

@@ -71,8 +71,9 @@ withheld_linear_ranks = (
 )
 withheld_query_angles = (
     "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
-    "kernels that turn queries and keys by different angles; use the backend reference or portable, or a "
-    "context (--max-len) of at most original_max_position_embeddings, where no query is scaled"
+    "kernels that turn queries and keys by different angles; use the backend reference or "
+    "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
+    "query is scaled"
 )
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "

@@ -457,8 +457,8 @@ FAMILIES = {
     },
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
-Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; those of
-Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B."""
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; those
+of Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:

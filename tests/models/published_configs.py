@@ -471,8 +471,8 @@ LOADED: dict[str, tuple[Config, int]] = {
         mistral3(mistral(131072, 5120, 32768, 40, 32, 8, 131072, head_dim=128,
                          rope_theta=1000000000.0)), 131072),
     "Ministral-3-8B-Instruct-2512": (
-        mistral3(ministral3(131072, 4096, 14336, 34, 32, 8, 262144), quantization_config=STATIC_FP8),
-        262144),
+        mistral3(ministral3(131072, 4096, 14336, 34, 32, 8, 262144),
+                 quantization_config=STATIC_FP8), 262144),
 }  # fmt: skip
 """Config, and the context that it has."""
 
