@@ -757,6 +757,46 @@ CASES = (
         ),
     ),
     Case(
+        name="qwen2_moe",
+        what="a shared expert with a gate beside 4 experts, 2 of a token, whose weights do not add "
+        "up to 1; biases on q, k and v; a dense layer by mlp_only_layers",
+        model_type="qwen2_moe",
+        seed=2101,
+        config={
+            "num_hidden_layers": 3,
+            "intermediate_size": 80,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(
+            what="no gate of the shared expert", fill={"shared_expert_gate.weight": 0.0}
+        ),
+    ),
+    Case(
+        name="qwen3_5_moe",
+        what="qwen3_5 of two layers whose feed-forward layers are 4 experts, 2 of a token, and a "
+        "shared expert with a gate",
+        model_type="qwen3_5_moe_text",
+        seed=19101,
+        config={
+            **QWEN3_5_CONFIG,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        control=Control(
+            what="no gate of the shared expert", fill={"shared_expert_gate.weight": 0.0}
+        ),
+    ),
+    Case(
         name="gpt_oss_bfloat16",
         what="gpt_oss with experts in bfloat16, without biases in attention",
         model_type="gpt_oss",

@@ -62,6 +62,7 @@ def _why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | Non
         kernels.withheld_linear_attention if is_hybrid else "",
         kernels.withheld_linear_ranks if is_hybrid and tp > 1 else "",
         kernels.withheld_query_angles if config.query_rope is not None else "",
+        kernels.withheld_shared_experts if config.has_shared_expert else "",
     )
     return next(filter(None, reasons), None)
 

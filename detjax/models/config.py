@@ -90,6 +90,8 @@ class ExpertConfig:
         renormalise: Whether the weights of a token's experts add up to 1.
         layers: Per layer: whether its feed-forward layer is such a mixture.
         clamp: Of experts that gate with a clamped SwiGLU; they and their router have biases then.
+        shared_width: Gated channels of the expert that every token has beside its own; 0 has none.
+        has_shared_gate: Whether its result is multiplied by the sigmoid of a product of the row.
     """
 
     num_experts: int
@@ -98,6 +100,8 @@ class ExpertConfig:
     renormalise: bool
     layers: tuple[bool, ...]
     clamp: SwigluClamp | None = None
+    shared_width: int = 0
+    has_shared_gate: bool = False
 
 
 ROW_ALIGNMENT = 8
@@ -216,6 +220,11 @@ class ModelConfig:
     def has_clamped_experts(self) -> bool:
         """Whether mixtures of experts have biases and a clamped SwiGLU."""
         return self.experts is not None and self.experts.clamp is not None
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether mixtures have an expert that every token has."""
+        return self.experts is not None and self.experts.shared_width > 0
 
     def has_experts(self, layer_idx: int) -> bool:
         """Whether a layer's feed-forward layer is a mixture of experts."""

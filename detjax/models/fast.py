@@ -325,7 +325,18 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
         y = y + extras.down_bias[owners].astype(x.dtype)
     y = jnp.where(slots[order][:, None] < num_local, y, 0)
     out = scatter_experts(y, chosen.reshape(-1)[order], rows, x.shape[0])
-    return (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
+    out = (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
+    return out + _shared_expert(weights, x) if "shared_gate_up" in weights else out
+
+
+def _shared_expert(weights: dict, x: Activation[Array, "M D"]) -> Activation[Array, "M D"]:
+    """What the expert of every row gives, on every rank."""
+    h = gather_columns(swiglu(product(x, weights["shared_gate_up"], x.dtype)), TP_AXIS)
+    out = gather_columns(product(h, weights["shared_down"], x.dtype), TP_AXIS)
+    if "shared_gate" not in weights:
+        return out
+    gate = product(x, weights["shared_gate"], jnp.float32)[:, :1]
+    return (out.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:

@@ -401,6 +401,8 @@ def _experts(
         renormalise=keys.renormalise is None or flag_of(values, keys.renormalise),
         layers=tuple(layers),
         clamp=None if keys.clamp is None else _clamp(values, *keys.clamp),
+        shared_width=0 if keys.shared_width is None else int_of(values, keys.shared_width),
+        has_shared_gate=keys.shared_width is not None,
     )
 
 

@@ -443,6 +443,11 @@ def load_model(
     is_saved, stored = has_saved_params(folder), read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, profile, backend)
     scheme = _scheme_of(folder, form)
+    if form is MatrixForm.W8A8 and config.has_shared_expert:
+        raise ValueError(
+            "quantized_weights='w8a8' does not go with a shared expert, whose products would stay "
+            "in bfloat16; use 'auto'"
+        )
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
     if is_saved:

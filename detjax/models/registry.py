@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which families of models there are, as data. A new one is an entry here and a golden case."""
 
+import dataclasses
 from typing import Any
 
 from detjax.models.config import Gating, NormPlacement
@@ -8,6 +9,7 @@ from detjax.models.family import (
     ROUTER_TRAINING,
     BiasRule,
     ExpertKeys,
+    ExpertStack,
     Family,
     RopeRule,
     WindowRule,
@@ -111,6 +113,61 @@ _NORMS_AFTER = {
 
 _NORMS_AROUND = _NORMS_AFTER | {"post_attention_layernorm": "pre_feedforward_layernorm"}
 
+
+def _qwen3_5_wrapper(architecture: str, model_type: str) -> Wrapper:
+    return Wrapper(
+        architecture=architecture,
+        model_type=model_type,
+        section="text_config",
+        inert=frozenset({"language_model_only", "vision_config"})
+        | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
+        names={"model.language_model.": "model."},
+    )
+
+
+# Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
+_QWEN3_5 = Family(
+    name="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM",),
+    defaults=_SHARED
+    | {
+        "vocab_size": 248320,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    qk_norm=True,
+    gain_offset=1.0,
+    partial_rotary=0.25,
+    has_linear_attention=True,
+    has_output_gate=True,
+    fused={
+        f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
+        for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
+    },
+    checked={
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([], None),
+    },
+    # Layers that predict further tokens, and see images: nobody reads them here.
+    spare_tensors=("mtp.", "model.visual."),
+    wrapper=_qwen3_5_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+)
+
 FAMILIES: tuple[Family, ...] = (
     # Llama (1, 2, 3, 3.1, 3.2) and what borrows its architecture.
     Family(
@@ -207,6 +264,38 @@ FAMILIES: tuple[Family, ...] = (
         o_bias=BiasRule.NEVER,
         qk_norm=False,
         windows=WindowRule.BY_LAYER,
+    ),
+    # Qwen2 with mixtures of experts (Qwen1.5-MoE-A2.7B, 57B-A14B), and a shared expert with a gate.
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        defaults=_QWEN
+        | _QWEN_WINDOWS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        qkv_bias=BiasRule.ALWAYS,
+        windows=WindowRule.BY_LAYER,
+        checked={"qkv_bias": (True,)},
+        inert=ROUTER_TRAINING,
+        experts=ExpertKeys(
+            num_experts=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            renormalise="norm_topk_prob",
+            layers=True,
+            shared_width="shared_expert_intermediate_size",
+        ),
     ),
     # Qwen3 (dense): norms on the heads of q and k, no biases unless asked for.
     Family(
@@ -495,54 +584,33 @@ FAMILIES: tuple[Family, ...] = (
         ),
         spare_tensors=_LLAVA_SPARE,
     ),
-    # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
-    Family(
-        name="qwen3_5_text",
-        architectures=("Qwen3_5ForCausalLM",),
-        defaults=_SHARED
-        | {
-            "vocab_size": 248320,
-            "intermediate_size": 12288,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 32768,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
+    _QWEN3_5,
+    # Qwen3.5 with mixtures of experts (35B-A3B and larger, text): Qwen3.5, and a shared expert.
+    dataclasses.replace(
+        _QWEN3_5,
+        name="qwen3_5_moe_text",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        defaults={
+            **_QWEN3_5.defaults,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
-        qk_norm=True,
-        gain_offset=1.0,
-        partial_rotary=0.25,
-        has_linear_attention=True,
-        has_output_gate=True,
-        fused={
-            f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
-            for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
-        },
-        checked={
-            "attention_bias": (False,),
-            "attn_output_gate": (True,),
-            "mamba_ssm_dtype": ("float32",),
-            "mlp_only_layers": ([], None),
-        },
-        # Layers that predict further tokens, and see images: nobody reads them here.
-        spare_tensors=("mtp.", "model.visual."),
-        wrapper=Wrapper(
-            architecture="Qwen3_5ForConditionalGeneration",
-            model_type="qwen3_5",
-            section="text_config",
-            inert=frozenset({"language_model_only", "vision_config"})
-            | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
-            names={"model.language_model.": "model."},
+        checked={**_QWEN3_5.checked, "norm_topk_prob": (True,)},
+        inert=_QWEN3_5.inert | ROUTER_TRAINING,
+        experts=ExpertKeys(
+            num_experts=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            renormalise=None,
+            layers=False,
+            shared_width="shared_expert_intermediate_size",
         ),
-        inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
-        rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+        stacked=ExpertStack.HALVES,
+        wrapper=_qwen3_5_wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     ),
     # gpt-oss: sinks, windows in every other layer, and mixtures of experts with biases and a clamp.
     Family(
@@ -580,7 +648,7 @@ FAMILIES: tuple[Family, ...] = (
             "original_max_position_embeddings": 4096,
         },
         has_sinks=True,
-        stacks_experts=True,
+        stacked=ExpertStack.IN_TURN,
         # OpenAI's name of what rope_scaling has; transformers does not read it.
         inert=ROUTER_TRAINING | {"initial_context_length"},
         experts=ExpertKeys(

@@ -33,6 +33,7 @@ class KernelSet(Protocol):
             they are not.
         withheld_linear_ranks: The same of linear attention where ranks share a layer.
         withheld_query_angles: The same of models whose queries have other angles than keys.
+        withheld_shared_experts: The same of mixtures with an expert that every token has.
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
     """
 
@@ -44,6 +45,7 @@ class KernelSet(Protocol):
     withheld_linear_attention: str
     withheld_linear_ranks: str
     withheld_query_angles: str
+    withheld_shared_experts: str
     withheld_head_ranks: str
 
     def why_not_here(self) -> str | None:

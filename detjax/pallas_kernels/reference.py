@@ -62,7 +62,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
-withheld_query_angles = ""
+withheld_query_angles = withheld_shared_experts = ""
 
 
 def why_not_here() -> str | None:

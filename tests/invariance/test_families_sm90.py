@@ -39,9 +39,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = (
     "glm4", "olmo3", "granite", "gemma3", "smollm3", "phi4_longrope", "exaone4", "olmo2",
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
-    "ministral3",
+    "ministral3", "qwen2_moe", "qwen3_5_moe",
 )  # fmt: skip
-WITHHELD = {"ministral3": "withheld_query_angles"}
+WITHHELD = {
+    "ministral3": "withheld_query_angles",
+    "qwen2_moe": "withheld_shared_experts",
+    "qwen3_5_moe": "withheld_shared_experts",
+}
 """Cases that `sm90` refuses until the tests here have run on a GPU, and the field that says so."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
@@ -61,8 +65,11 @@ def config_of(case: str) -> ModelConfig:
     head_dim = 64 if name == case else 256
     config = dataclasses.replace(load_config(GOLDEN / name), head_dim=head_dim, eos_token_ids=())
     if config.experts is not None:
-        experts = dataclasses.replace(config.experts, width=192)
-        sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2, "experts": experts}
+        shared_width = 256 if config.experts.shared_width else 0
+        experts = dataclasses.replace(config.experts, width=192, shared_width=shared_width)
+        config = dataclasses.replace(config, experts=experts)
+    if config.has_clamped_experts:
+        sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2}
         return dataclasses.replace(config, **sizes)
     if config.linear_attention is not None:
         heads = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 64, "value_dim": 64}

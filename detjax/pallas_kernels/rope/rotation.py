@@ -49,8 +49,6 @@ def check_tokens(
         )
     half = qkv.shape[2] // 2
     if cos.shape != sin.shape or cos.shape[1] not in (half, 2 * half):
-        raise ValueError(
-            f"{cos.shape=} and {sin.shape=} must have {half} angles, or {half} of keys and of queries"
-        )
+        raise ValueError(f"{cos.shape=} and {sin.shape=} must have {half} angles, or {2 * half}")
     if page_table.shape[0] != positions.shape[0]:
         raise ValueError(f"{page_table.shape=} must have a row for each of {positions.shape=}")
