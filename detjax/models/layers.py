@@ -462,7 +462,7 @@ def _with_shared(
     y: Activation[Array, "M Q D"],
     expert_weights: Float32[Array, "M Q"],
     shared: Activation[Array, "M D"] | None,
-) -> tuple[Activation[Array, "M Q1 D"], Float32[Array, "M Q1"]]:
+) -> tuple[Activation[Array, "M X D"], Float32[Array, "M X"]]:
     """Rows of experts with that of the shared one, which comes last, of weight 1, from rank 0."""
     if shared is None:
         return y, expert_weights

@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from detjax.engine.running.device_arrays import empty_pages
+from detjax.models import layers
 from detjax.models.adapters.adapter import check_can_adapt
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.params import check_tp, param_specs, possible_tps
 from detjax.models.weights.load import load_params
 from detjax.models.weights.named import load_named_params
+from detjax.pallas_kernels import portable
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.bitwise import count_different_bits
+from detjax.testing.dummies import batch_of, dummy_model, scoring_step
 from detjax.training.weights import why_not_trained
 
 HF = Path(__file__).parents[1] / "golden" / "hf"
@@ -126,3 +132,23 @@ def test_a_published_folder_has_the_weights_of_experts_one_by_one(tmp_path):
     other = load_params(tmp_path, made, mesh, **options)
     a, b = (np.asarray(p["layers"][0]["expert_gate_up"]) for p in (other, want))
     assert (a != b).any(), "ups before gates are other experts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_5_moe"])
+def test_rows_left_to_the_next_product_change_no_bit(case, monkeypatch):
+    """As `sm90` leaves few rows of a mixture, also before gates and linear attention."""
+    made = dummy_model(load_config(HF / case), backend=Backend.PORTABLE)
+    ids = np.random.default_rng(3).integers(0, 320, 9)
+    table, asked = np.arange(1, dtype=np.int32).reshape(1, 1), []
+
+    def logits() -> np.ndarray:
+        step = scoring_step(made)
+        return np.asarray(step(empty_pages(made, 1), batch_of([(ids, 0)], table))[1])
+
+    want = logits()
+    monkeypatch.setattr(portable, "defers_experts", lambda *sizes: asked.append(sizes) or True)
+    assert_bitwise_equal(logits(), want, claim=f"{case}: experts added by whoever reads the stream")
+    assert asked, "the other way was taken"
+    monkeypatch.setattr(layers, "_with_shared", lambda ctx, y, weights, shared: (y, weights))
+    assert count_different_bits(logits(), want) > 0
