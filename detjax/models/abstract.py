@@ -50,12 +50,12 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    if withheld := _why_withheld(config, KERNELS[backend], tp):
+    if withheld := why_withheld(config, KERNELS[backend], tp):
         return withheld
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 
-def _why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None:
+def why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None:
     """What of this model no run has proven with these kernels, though they may take it."""
     is_hybrid = config.linear_attention is not None
     reasons = (
