@@ -78,7 +78,7 @@ that, and finds the same."""
 
 
 def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
-    """Return why each backend refuses a published model of a family, by dtype; nothing is traced."""
+    """Return why each backend refuses published models of a family, by dtype, without tracing."""
     config = config_from_hf({"architectures": [family.architectures[0]]})
     withheld = {backend: why_withheld(config, KERNELS[backend], 1) for backend in Backend}
     return REFUSED | {
