@@ -725,6 +725,78 @@ CASES = (
         control=Control(what="states that do not fade", fill={"A_log": -20.0}),
     ),
     Case(
+        name="ministral3",
+        what="queries scaled by position from the 64th token on, yarn with both mscales",
+        model_type="ministral3",
+        seed=1201,
+        config={
+            "head_dim": 32,
+            "intermediate_size": 80,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                **YARN_SCALING,
+                "rope_theta": 1000000.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+        control=Control(
+            what="queries not scaled",
+            config={
+                "rope_parameters": {
+                    **YARN_SCALING,
+                    "rope_theta": 1000000.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.0,
+                }
+            },
+        ),
+    ),
+    Case(
+        name="qwen2_moe",
+        what="a shared expert with a gate beside 4 experts, 2 of a token, whose weights do not add "
+        "up to 1; biases on q, k and v; a dense layer by mlp_only_layers",
+        model_type="qwen2_moe",
+        seed=2101,
+        config={
+            "num_hidden_layers": 3,
+            "intermediate_size": 80,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": plain_rope(1000000.0),
+        },
+        control=Control(
+            what="no gate of the shared expert", fill={"shared_expert_gate.weight": 0.0}
+        ),
+    ),
+    Case(
+        name="qwen3_5_moe",
+        what="qwen3_5 of two layers whose feed-forward layers are 4 experts, 2 of a token, and a "
+        "shared expert with a gate",
+        model_type="qwen3_5_moe_text",
+        seed=19101,
+        config={
+            **QWEN3_5_CONFIG,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        control=Control(
+            what="no gate of the shared expert", fill={"shared_expert_gate.weight": 0.0}
+        ),
+    ),
+    Case(
         name="gpt_oss_bfloat16",
         what="gpt_oss with experts in bfloat16, without biases in attention",
         model_type="gpt_oss",
@@ -826,8 +898,10 @@ def float64_everywhere() -> Iterator[None]:
         for module in modules:
             module.torch = _Float64Torch()
         torch.Tensor.float = torch.Tensor.double
+        torch.set_default_dtype(torch.float64)  # of a quotient of integers
         yield
     finally:
+        torch.set_default_dtype(torch.float32)
         torch.Tensor.float = tensor_float
         for module in modules:
             module.torch = torch

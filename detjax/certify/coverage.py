@@ -7,12 +7,15 @@ from collections.abc import Collection
 from detjax.cli.options import DTYPES
 from detjax.defaults import AUTO
 from detjax.engine.config import MODES
-from detjax.models.abstract import why_unsupported
+from detjax.models.abstract import why_unsupported, why_withheld
 from detjax.models.config import ModelConfig
+from detjax.models.family import Family
+from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -74,6 +77,15 @@ REFUSED: dict[tuple[str, Backend], str] = {
 that, and finds the same."""
 
 
+def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
+    """Return why each backend refuses published models of a family, by dtype, without tracing."""
+    config = config_from_hf({"architectures": [family.architectures[0]]})
+    withheld = {backend: why_withheld(config, KERNELS[backend], 1) for backend in Backend}
+    return REFUSED | {
+        (dtype, backend): why for dtype in DTYPES for backend, why in withheld.items() if why
+    }
+
+
 def refusals(
     config: ModelConfig, tp: int, kv_cache_dtype: str = AUTO
 ) -> dict[tuple[str, Backend], str | None]:
@@ -117,7 +129,7 @@ def coverage_map(
         return "proven here" if is_proven else "not proven"
 
     own = refusals(model.config, model.mesh.shape[TP_AXIS], model.profile.kv_cache_dtype)
-    refused = {THIS: own} | {family.name: REFUSED for family in FAMILIES}
+    refused = {THIS: own} | {family.name: refused_in(family) for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [
         (name, dtype, backend.value, mode, state(name, dtype, backend, mode))

@@ -58,6 +58,8 @@ class RopeConfig:
         rotary_dim: Channels of a head that are rotated; 0 rotates all.
         is_interleaved: Whether a checkpoint pairs channels 2c and 2c + 1 rather than halves.
         scale: On the cosines and sines of all channels: scores are `scale**2` times as large.
+        growth: At position p they are multiplied by `1 + growth ln(1 + p // original_max_position)`
+            too; 0 but for queries.
     """
 
     theta: float
@@ -74,6 +76,7 @@ class RopeConfig:
     rotary_dim: int = 0
     is_interleaved: bool = False
     scale: float = 1.0
+    growth: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,8 @@ class ExpertConfig:
         renormalise: Whether the weights of a token's experts add up to 1.
         layers: Per layer: whether its feed-forward layer is such a mixture.
         clamp: Of experts that gate with a clamped SwiGLU; they and their router have biases then.
+        shared_width: Gated channels of the expert that every token has beside its own; 0 has none.
+        has_shared_gate: Whether its result is multiplied by the sigmoid of a product of the row.
     """
 
     num_experts: int
@@ -95,6 +100,8 @@ class ExpertConfig:
     renormalise: bool
     layers: tuple[bool, ...]
     clamp: SwigluClamp | None = None
+    shared_width: int = 0
+    has_shared_gate: bool = False
 
 
 ROW_ALIGNMENT = 8
@@ -163,9 +170,9 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     """Mixtures of experts; None has none, so every feed-forward layer is dense."""
     other_ropes: tuple[RopeConfig, ...] = ()
-    """Rotary embeddings of layers that have another than `rope`."""
+    """Rotary embeddings of layers that have another than `rope`, or the one of all queries."""
     layer_ropes: tuple[int, ...] = ()
-    """Per layer: 0 for `rope`, i for the i-th of `other_ropes`; empty if there are no others."""
+    """Per layer: 0 for `rope`, i for the i-th of `other_ropes`; empty if all keys have `rope`."""
     norms: NormPlacement = NormPlacement.BEFORE
     is_qk_norm_whole: bool = False
     """Whether q and k are normalised over all heads at once; `qk_norm` is false then."""
@@ -196,9 +203,28 @@ class ModelConfig:
         return self.rope, *self.other_ropes
 
     @property
+    def query_rope(self) -> RopeConfig | None:
+        """The rotary embedding of queries, of a model where keys have another."""
+        return self.other_ropes[0] if self.other_ropes and not self.layer_ropes else None
+
+    def shortened(self, max_len: int | None) -> "ModelConfig":
+        """The same model for texts of at most `max_len` tokens; None leaves its context."""
+        if max_len is None or max_len >= self.max_position_embeddings:
+            return self
+        others, of_queries = self.other_ropes, self.query_rope
+        if of_queries is not None and max_len <= of_queries.original_max_position:
+            others = ()  # queries are not scaled yet
+        return dataclasses.replace(self, max_position_embeddings=max_len, other_ropes=others)
+
+    @property
     def has_clamped_experts(self) -> bool:
         """Whether mixtures of experts have biases and a clamped SwiGLU."""
         return self.experts is not None and self.experts.clamp is not None
+
+    @property
+    def has_shared_expert(self) -> bool:
+        """Whether mixtures have an expert that every token has."""
+        return self.experts is not None and self.experts.shared_width > 0
 
     def has_experts(self, layer_idx: int) -> bool:
         """Whether a layer's feed-forward layer is a mixture of experts."""

@@ -17,6 +17,7 @@ from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
+    added_rows,
     angles_of,
     attend,
     attend_from,
@@ -117,9 +118,9 @@ class CanonicalOps:
     def _projected(self, weights: dict, name: str, stream: Stream) -> tuple[jax.Array, Stream]:
         """A product of the normalised rows, which the stream has then."""
         ctx = self.ctx
-        x = final_rows(ctx, *stream, weights["attn_norm"])
-        out = linear(x, weights[name], out_dtype=x.dtype, backend=ctx.backend)
-        return out, Stream(residual=stream.residual, x=x)
+        stream = added_rows(ctx, stream, weights["attn_norm"])
+        dtype = ctx.profile.activation_dtype
+        return linear(stream.x, weights[name], out_dtype=dtype, backend=ctx.backend), stream
 
     def _attend_linearly(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Read the states behind the new tokens. In the last layer of those wanted."""

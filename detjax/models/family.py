@@ -36,6 +36,13 @@ class RopeRule(enum.Enum):
     BY_WINDOW = "by window"  # layers with a window have one of their own, without scaling
 
 
+class ExpertStack(enum.Enum):
+    """How one tensor holds a layer's experts, where it does."""
+
+    IN_TURN = "in turn"  # [U, inputs, outputs]; gates and ups in turn
+    HALVES = "halves"  # [U, outputs, inputs]; gates, then ups
+
+
 ROUTER_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 """Keys of mixtures of experts that matter in training alone."""
 
@@ -51,6 +58,8 @@ class ExpertKeys:
         renormalise: Key of whether a token's weights add up to 1; None where they always do.
         layers: Whether `decoder_sparse_step` and `mlp_only_layers` leave layers dense.
         clamp: Keys of `alpha` and `limit` of a `SwigluClamp`; None where experts gate as others.
+        shared_width: Key of the gated channels of an expert that every token has, which has a gate;
+            None where there is none.
     """
 
     num_experts: tuple[str, ...]
@@ -59,6 +68,7 @@ class ExpertKeys:
     layers: bool
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     clamp: tuple[str, str] | None = None
+    shared_width: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,14 +80,14 @@ class Wrapper:
         model_type: Its `model_type`.
         section: Key under which the decoder's own configuration stands.
         inert: Further keys, of the other parts.
-        prefix: How names of the decoder's tensors begin in place of `model.`.
+        names: How names of the decoder's tensors begin, and what stands there without the wrapper.
     """
 
     architecture: str
     model_type: str
     section: str
     inert: frozenset[str]
-    prefix: str
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +119,13 @@ class Family:
         tensor_names: Of a layer's tensors: detjax's name, less ".weight", and the checkpoint's.
         fused: Projections that a checkpoint stores as one, by its name, less ".weight".
         has_sinks: Whether each query head has a score that takes part in its softmax.
-        stacks_experts: Whether a layer's experts are one tensor, gates and ups in turn.
+        stacked: How one tensor holds a layer's experts; None where each has its own. A checkpoint
+            may have either.
         has_linear_attention: Whether `layer_types`, or all but each `full_attention_interval`-th,
             are layers of linear attention.
         has_output_gate: Whether `q_proj` holds a gate behind the queries of each head.
+        scales_queries: Whether queries are scaled by position, with `llama_4_scaling_beta` of the
+            rotary parameters.
         wrapper: A published model whose text decoder is of this family; None has none.
         spare_tensors: How names of tensors begin that a checkpoint may hold and no text needs.
         rope_inert: Keys of rotary parameters that cannot change a logit of a text.
@@ -140,9 +153,10 @@ class Family:
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_sinks: bool = False
-    stacks_experts: bool = False
+    stacked: ExpertStack | None = None
     has_linear_attention: bool = False
     has_output_gate: bool = False
+    scales_queries: bool = False
     wrapper: Wrapper | None = None
     spare_tensors: tuple[str, ...] = ()
     rope_inert: frozenset[str] = frozenset()

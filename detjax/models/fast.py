@@ -47,7 +47,7 @@ from detjax.pallas_kernels.linear.quantized import (
 )
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, angles_of_keys, angles_of_queries
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.collectives import gather_columns
 from detjax.parallel.dispatch import OrderedJit
@@ -325,7 +325,18 @@ def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) ->
         y = y + extras.down_bias[owners].astype(x.dtype)
     y = jnp.where(slots[order][:, None] < num_local, y, 0)
     out = scatter_experts(y, chosen.reshape(-1)[order], rows, x.shape[0])
-    return (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
+    out = (lax.psum(out, TP_AXIS) if ctx.tp > 1 else out).astype(x.dtype)
+    return out + _shared_expert(weights, x) if "shared_gate_up" in weights else out
+
+
+def _shared_expert(weights: dict, x: Activation[Array, "M D"]) -> Activation[Array, "M D"]:
+    """What the expert of every row gives, on every rank."""
+    h = gather_columns(swiglu(product(x, weights["shared_gate_up"], x.dtype)), TP_AXIS)
+    out = gather_columns(product(h, weights["shared_down"], x.dtype), TP_AXIS)
+    if "shared_gate" not in weights:
+        return out
+    gate = product(x, weights["shared_gate"], jnp.float32)[:, :1]
+    return (out.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -392,7 +403,10 @@ def attention_layer(
     q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
-    q, k = _rope(q, cos, sin), _rope(k, cos, sin)
+    q, k = (
+        _rope(x, of(cos, config.head_dim), of(sin, config.head_dim))
+        for x, of in ((q, angles_of_queries), (k, angles_of_keys))
+    )
     pages = write_pages(place, k, v)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(

@@ -21,7 +21,7 @@ from detjax.models.hf_layers import layer_ropes, linear_attention, sliding_windo
 from detjax.models.hf_rope import scaled_context
 from detjax.models.hf_values import flag_of, int_of, number_of
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
-from detjax.models.registry import find_family, wrapped_family
+from detjax.models.registry import find_family, wrapped_families
 from detjax.models.tokenizer_files import read_eos_id
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
@@ -215,22 +215,32 @@ def _model_config(
     )
 
 
-_OF_WHOLE = frozenset({"compression_config", "quantization_config", "tie_word_embeddings"})
+_OF_WHOLE = frozenset(
+    {"bos_token_id", "compression_config", "eos_token_id", "quantization_config"}
+    | {"tie_word_embeddings"}
+)
 """Keys that a model with several parts may have beside its decoder's."""
 
 
 def _decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text decoder, of a model that has it among other parts."""
-    family = wrapped_family(values.get("architectures"))
-    if family is None or (wrapper := family.wrapper) is None:
+    families = wrapped_families(values.get("architectures"))
+    if not families:
         return values
-    section, others = values.get(wrapper.section), {**values}
-    others.pop(wrapper.section, None)
+    (first, _), others = next(iter(families.values())), {**values}
+    section = others.pop(first.section, None)
     if not isinstance(section, dict):
         raise ValueError(
-            f"{wrapper.section}={section!r:.80} must be an object: the configuration of the text "
-            f"decoder of {wrapper.architecture!r}"
+            f"{first.section}={section!r:.80} must be an object: the configuration of the text "
+            f"decoder of {first.architecture!r}"
         )
+    name = section.get("model_type", next(iter(families)))
+    if not isinstance(name, str) or name not in families:
+        raise ValueError(
+            f"model_type={name!r:.80} in {first.section!r} of {first.architecture!r} is not "
+            f"supported; detjax has {' and '.join(map(repr, families))}"
+        )
+    wrapper, family = families[name]
     known = _OF_WHOLE | wrapper.inert | INERT_KEYS | {"architectures", "model_type"}
     if unknown := sorted(others.keys() - known):
         raise ValueError(
@@ -391,6 +401,8 @@ def _experts(
         renormalise=keys.renormalise is None or flag_of(values, keys.renormalise),
         layers=tuple(layers),
         clamp=None if keys.clamp is None else _clamp(values, *keys.clamp),
+        shared_width=0 if keys.shared_width is None else int_of(values, keys.shared_width),
+        has_shared_gate=keys.shared_width is not None,
     )
 
 

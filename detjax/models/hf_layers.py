@@ -56,12 +56,13 @@ def linear_attention(values: Mapping[str, Any], family: Family) -> LinearAttenti
 def sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
     """Window of every layer: key j is visible to query i if i - window < j <= i."""
     num_layers = int_of(values, "num_hidden_layers")
-    window = None
-    if rule is not WindowRule.NEVER and values["sliding_window"] is not None:
+    window, has_windows = None, rule is not WindowRule.NEVER
+    if rule is WindowRule.BY_LAYER:
+        has_windows = flag_of(values, "use_sliding_window")
+    if has_windows and values["sliding_window"] is not None:
         window = int_of(values, "sliding_window")
     first_sliding = 0
     if rule is WindowRule.BY_LAYER:
-        window = window if flag_of(values, "use_sliding_window") else None
         first_sliding = int_of(values, "max_window_layers", minimum=0)
     is_sliding = [window is not None and i >= first_sliding for i in range(num_layers)]
     types = values.get("layer_types")
@@ -86,6 +87,8 @@ def layer_ropes(
 ) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """The rotary embeddings of a model, and which of them each layer has (`ModelConfig`).
 
+    Where each layer has the first, a second is that of queries.
+
     Args:
         values: The parsed `config.json`.
         family: Of the model.
@@ -109,7 +112,9 @@ def layer_ropes(
     theta = family.defaults["rope_theta"]
     match family.ropes:
         case RopeRule.ONE:
-            return (read(values, theta),), ()
+            of_queries = read(values, theta)
+            of_keys = dataclasses.replace(of_queries, growth=0.0)
+            return ((of_keys, of_queries) if of_queries.growth else (of_keys,)), ()
         case RopeRule.BY_WINDOW:
             full, sliding = _by_window(values, family)
             local_theta = family.defaults.get("rope_local_base_freq", theta)

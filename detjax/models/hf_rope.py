@@ -38,6 +38,7 @@ ROPE_PARAMETERS: Mapping[RopeKind, frozenset[str]] = {
 
 OLDER_NAMES = {"su": RopeKind.LONGROPE.value}
 MAX_FACTORS = 4096
+QUERY_GROWTH = "llama_4_scaling_beta"
 
 
 def rope_config(
@@ -84,6 +85,9 @@ def rope_config(
         )
     for key in family.rope_inert:
         given.pop(key, None)
+    growth = 0.0
+    if family.scales_queries:
+        growth = _query_growth(given, name, max_len=max_len, source=source)
     for key, value in given.items():
         if key not in ROPE_PARAMETERS[RopeKind(name)]:
             raise ValueError(
@@ -97,7 +101,27 @@ def rope_config(
             f"{source}['short_factor'] has {len(rope.short_factors)} numbers, and the rotated "
             f"channels of a head make {(rotary_dim or head_dim) // 2} pairs; correct the file"
         )
-    return dataclasses.replace(rope, rotary_dim=rotary_dim)
+    return dataclasses.replace(rope, rotary_dim=rotary_dim, growth=growth)
+
+
+def _query_growth(given: dict[str, Any], name: str, *, max_len: int, source: str) -> float:
+    """How fast the scale of queries grows with their position; takes the key out of `given`."""
+    if QUERY_GROWTH not in given or name != RopeKind.YARN.value:
+        raise ValueError(
+            f"{source} with rope_type={name!r} and {QUERY_GROWTH}={given.get(QUERY_GROWTH)!r} is "
+            "not supported; queries are scaled by position with rope_type='yarn' and a number as "
+            f"{QUERY_GROWTH}"
+        )
+    original = int_of(
+        {"original_max_position_embeddings": max_len, **given}, "original_max_position_embeddings"
+    )
+    if max_len > MAX_FACTORS * original:
+        raise ValueError(
+            f"original_max_position_embeddings={original} must be at least a {MAX_FACTORS}th of "
+            f"max_position_embeddings={max_len}, as each run of so many positions has a scale of "
+            "its own; correct the file"
+        )
+    return number_of({QUERY_GROWTH: given.pop(QUERY_GROWTH)}, QUERY_GROWTH, minimum=0.0)
 
 
 def _rotary_dim(

@@ -16,6 +16,7 @@ LARGEST: Mapping[str, int] = {
     "num_key_value_heads": 2**14,
     "num_local_experts": 2**16,
     "original_max_position_embeddings": 2**60,
+    "shared_expert_intermediate_size": 2**24,
     "sliding_window": 2**30,
     "vocab_size": 2**28,
 }

@@ -48,6 +48,7 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp_add_rms_norm,
 )
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
@@ -147,8 +148,11 @@ def rope_rows(
 def angles_of(
     config: ModelConfig, rows: Float32[Array, "M X"], layer: int
 ) -> Float32[Array, "M half"]:
-    """The cosines or sines of a layer, from those of all rotary embeddings of the model."""
-    if not config.other_ropes:
+    """The cosines or sines of a layer, from those of all rotary embeddings of the model.
+
+    Those of queries stand behind those of keys where they differ.
+    """
+    if not config.layer_ropes:
         return rows
     half = config.head_dim // 2
     start = config.layer_ropes[layer] * half
@@ -399,14 +403,16 @@ def mix_experts(
         bias = weights.get("router_bias")
         logits = linear(x, weights["router"], bias, out_dtype=f32, backend=backend)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
+    shared = _shared_expert(ctx, weights, x)
     if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
         y, expert_weights = route_mlp(
             x, logits, experts,
             top_k=config.top_k, renormalise=config.renormalise, backend=backend,
         )  # fmt: skip
+        y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
         late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
         return Stream(residual=late, x=None)
-    if fuses_experts(ctx):
+    if fuses_experts(ctx) and shared is None:
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
             x, logits, experts, residual, gain,
@@ -414,6 +420,7 @@ def mix_experts(
         )  # fmt: skip
         return Stream(*added)
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
+    y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
     if tp > 1 and is_scattered(x.shape[0], tp):
         added = scatter_experts_add_rms_norm(
             y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
@@ -426,6 +433,46 @@ def mix_experts(
         y, expert_weights, residual, gain, eps=eps, backend=backend
     )
     return Stream(*added)
+
+
+def _shared_expert(
+    ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]
+) -> Activation[Array, "M D"] | None:
+    """What the expert of every row gives, on every rank; None if there is none.
+
+    A rank computes its channels, then its outputs, and what ranks exchange are copies. So the last
+    product has one leaf, as those of other experts.
+    """
+    if "shared_gate_up" not in weights:
+        return None
+    backend, dtype = ctx.backend, x.dtype
+    h = gather_columns(linear_swiglu(x, weights["shared_gate_up"], backend=backend), TP_AXIS)
+    out = linear(h, weights["shared_down"], out_dtype=dtype, backend=backend)
+    out = gather_columns(out, TP_AXIS)
+    if "shared_gate" in weights:
+        gate = linear(x, weights["shared_gate"], out_dtype=dtype, backend=backend)[:, :1]
+        ctx.taps.see("shared_gate", gate)
+        out = sigmoid_gate(out, jnp.broadcast_to(gate, out.shape), backend=backend)
+    ctx.taps.see("shared_expert", out)
+    return out
+
+
+def _with_shared(
+    ctx: ForwardContext,
+    y: Activation[Array, "M Q D"],
+    expert_weights: Float32[Array, "M Q"],
+    shared: Activation[Array, "M D"] | None,
+) -> tuple[Activation[Array, "M X D"], Float32[Array, "M X"]]:
+    """Rows of experts with that of the shared one, which comes last, of weight 1, from rank 0."""
+    if shared is None:
+        return y, expert_weights
+    if ctx.tp > 1:
+        shared = jnp.where(lax.axis_index(TP_AXIS) == 0, shared, jnp.zeros_like(shared))
+    ones = jnp.ones((len(y), 1), jnp.float32)
+    return (
+        jnp.concatenate([y, shared[:, None]], axis=1),
+        jnp.concatenate([expert_weights, ones], axis=1),
+    )
 
 
 def _own_experts(
@@ -455,6 +502,18 @@ def _own_experts(
     return y, expert_weights
 
 
+def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"]) -> Stream:
+    """The stream, added up, and its normalised rows."""
+    residual, x = stream
+    options: dict = {"eps": ctx.config.rms_norm_eps, "backend": ctx.backend}
+    if x is not None:
+        return stream
+    if isinstance(residual, UnaddedExperts):
+        y, weights = residual.y, residual.weights
+        return Stream(*combine_experts_add_rms_norm(y, weights, residual.residual, gain, **options))
+    return Stream(residual=residual, x=rms_norm(residual, gain, **options))
+
+
 def final_rows(
     ctx: ForwardContext,
     residual: Activation[Array, "m D"] | UnaddedExperts,
@@ -462,15 +521,7 @@ def final_rows(
     gain: Activation[Array, " D"],
 ) -> Activation[Array, "M D"]:
     """The normalised rows that lm_head or a router takes; both as in `Stream`."""
-    if x is not None:
-        return x
-    if isinstance(residual, UnaddedExperts):
-        _, x = combine_experts_add_rms_norm(
-            residual.y, residual.weights, residual.residual, gain,
-            eps=ctx.config.rms_norm_eps, backend=ctx.backend,
-        )  # fmt: skip
-        return x
-    return rms_norm(residual, gain, eps=ctx.config.rms_norm_eps, backend=ctx.backend)
+    return added_rows(ctx, Stream(residual, x), gain).x
 
 
 def parts_in_columns(partial: Float32[Array, "... M D"]) -> Float32[Array, "M X"]:

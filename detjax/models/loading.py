@@ -281,7 +281,7 @@ class LoadedModel:
 
 def _check_config(folder: Path, config: ModelConfig) -> None:
     """Refuse a config.json of another model. Length of context and end tokens stay as they are."""
-    found = load_config(folder)
+    found = load_config(folder).shortened(config.max_position_embeddings)
     for field in dataclasses.fields(config):
         theirs, ours = getattr(found, field.name), getattr(config, field.name)
         if theirs != ours and field.name not in _NOT_OF_WEIGHTS:
@@ -332,7 +332,7 @@ def place_model(
         ValueError: If the mesh is not of the backend's devices, a rank would not own whole heads,
             columns or leaves, or the backend's kernels refuse the model.
     """
-    tp = mesh.shape[TP_AXIS]
+    tp, config = mesh.shape[TP_AXIS], config.shortened(max_len)
     specs = partition_specs(config, tp=tp, vocab_block=profile.vocab_block)
     _check_backend(config, profile, mesh, backend)
     connect_devices(mesh)
@@ -341,8 +341,6 @@ def place_model(
         root=(__name__, *modules_of(backend)),
         asked_of=(config, profile, backend, weight_cast, quantization, max_len, repr(mesh)),
     )
-    if max_len is not None and max_len < config.max_position_embeddings:
-        config = dataclasses.replace(config, max_position_embeddings=max_len)
     tables = model_rope_tables(config)
     params = make_params()
     specs = with_packed_specs(specs, params)
@@ -445,6 +443,11 @@ def load_model(
     is_saved, stored = has_saved_params(folder), read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, profile, backend)
     scheme = _scheme_of(folder, form)
+    if form is MatrixForm.W8A8 and config.has_shared_expert:
+        raise ValueError(
+            "quantized_weights='w8a8' does not go with a shared expert, whose products would stay "
+            "in bfloat16; use 'auto'"
+        )
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
     if is_saved:

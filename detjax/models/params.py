@@ -15,6 +15,8 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
                "expert_down": [U, D, F],
                "router_bias": [Up],                 # if config.has_clamped_experts
+               "shared_gate_up": [2 S, D], "shared_down": [D, S], # if it has a shared expert
+               "shared_gate": [64, D],              # likewise, with a gate, which is its first row
                "expert_gate_up_bias": [U, 2 F],     # likewise, of gates, then of ups
                "expert_down_bias": [U, D],          # likewise
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
@@ -80,7 +82,7 @@ class ParamRole(enum.Enum):
     GAIN = "gain"
     BIAS = "bias"
     EXPERT = "expert"  # of a mixture of experts: its router, or matrices, one an expert
-    PROJECTION = "projection"  # a matrix that layers of hybrids alone have; is never narrowed
+    PROJECTION = "projection"  # a matrix that few families have; is never narrowed
     FILTER = "filter"  # of a convolution: numbers a channel
 
 
@@ -198,7 +200,12 @@ _EXPERT_DOWN = (
         "expert_down", "mlp.experts.{}.down_proj.weight", "D XF", _mixtral("experts.{}.w2.weight")
     ),
 )
-
+_SHARED_GATE_UP = (
+    Tensor("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", "SF D"),
+    Tensor("shared_up_proj", "mlp.shared_expert.up_proj.weight", "SF D"),
+)
+_SHARED_DOWN = _one("shared_down", "mlp.shared_expert.down_proj.weight", "D SF")
+_SHARED_GATE = _one("shared_gate", "mlp.shared_expert_gate.weight", "SG D")
 
 _LINEAR_IN = (
     Tensor("linear_q", "linear_attn.in_proj_q.weight", "LK D"),
@@ -242,6 +249,15 @@ def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
 
 def _has_clamped_experts(config: ModelConfig, layer_idx: int) -> bool:
     return config.has_clamped_experts and config.has_experts(layer_idx)
+
+
+def _has_shared_expert(config: ModelConfig, layer_idx: int) -> bool:
+    return config.has_shared_expert and config.has_experts(layer_idx)
+
+
+def _has_shared_gate(config: ModelConfig, layer_idx: int) -> bool:
+    experts = config.experts
+    return experts is not None and experts.has_shared_gate and config.has_experts(layer_idx)
 
 
 def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
@@ -300,6 +316,9 @@ LAYER = (
     Param("expert_gate_up_bias", BIAS, ROWS, _EXPERT_GATE_UP_BIAS, _has_clamped_experts),
     Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
     Param("expert_down_bias", BIAS, ROWS, _EXPERT_DOWN_BIAS, _has_clamped_experts),
+    Param("shared_gate_up", PROJECTION, ROWS, _SHARED_GATE_UP, _has_shared_expert),
+    Param("shared_down", PROJECTION, ROWS, _SHARED_DOWN, _has_shared_expert),
+    Param("shared_gate", EXPERT, WHOLE, _SHARED_GATE, _has_shared_gate),
 )  # fmt: skip
 """What stands in every layer."""
 
@@ -313,8 +332,9 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F.
 
-    "XE" are an expert's gates and ups. Of linear attention "LK" and "LV" are all channels of keys
-    and of values, "LH" heads of values, "LC" channels of one, and "W" the convolution's width.
+    "XE" are an expert's gates and ups, "SF" the shared expert's F and "SG" its gate. Of linear
+    attention "LK" and "LV" are all channels of keys and of values, "LH" heads of values, "LC"
+    channels of one, and "W" the convolution's width.
     """
     experts, linear = config.experts, config.linear_attention
     of_experts, of_linear = {}, {}
@@ -329,6 +349,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         }
     if experts is not None:
         of_experts = {"U": experts.num_experts, "XF": experts.width, "XE": 2 * experts.width}
+        of_experts |= {"SF": experts.shared_width, "SG": 1}
     return {
         **of_experts,
         **of_linear,
@@ -473,6 +494,8 @@ def _split_sizes(config: ModelConfig) -> dict[str, int]:
         sizes["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
         sizes["num_experts"] = config.experts.num_experts
+        if config.experts.shared_width:
+            sizes["shared_width"] = config.experts.shared_width
     if config.linear_attention is not None:
         sizes["linear_num_key_heads"] = config.linear_attention.num_key_heads
     return sizes
@@ -594,7 +617,7 @@ def _tensor_spec(
     runs = (RowRun(start=0, source=0, num_rows=num_rows),)
     if line.split is ROWS and axes[0] == "V":
         num_rows = padded_vocab_size(config.vocab_size, tp=tp, vocab_block=vocab_block)
-    if axes[0] == "U":
+    if axes[0] in ("U", "SG"):
         num_rows = padded_router_size(num_rows)
     layout, head_dim = kv_layout(config.num_heads, config.num_kv_heads, tp), config.head_dim
     if line.split is ROWS and axes[0] == "KC" and layout.num_slots != config.num_kv_heads:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which families of models there are, as data. A new one is an entry here and a golden case."""
 
+import dataclasses
 from typing import Any
 
 from detjax.models.config import Gating, NormPlacement
@@ -8,6 +9,7 @@ from detjax.models.family import (
     ROUTER_TRAINING,
     BiasRule,
     ExpertKeys,
+    ExpertStack,
     Family,
     RopeRule,
     WindowRule,
@@ -81,6 +83,28 @@ _GEMMA_CHECKED = {
     "hidden_activation": (_GELU_TANH, None),
     "use_bidirectional_attention": (False, None),
 }
+_LLAVA_NAMES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Names of a decoder's tensors beside those of parts for images, by newer and older releases."""
+
+_LLAVA_SPARE = tuple(
+    f"{model}{part}."
+    for model in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+_MISTRAL3 = Wrapper(
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    section="text_config",
+    inert=frozenset(
+        {"image_token_id", "image_token_index", "multimodal_projector_bias", "projector_hidden_act"}
+        | {"spatial_merge_size", "vision_config", "vision_feature_layer"}
+    ),
+    names=_LLAVA_NAMES,
+)
 _NORMS_AFTER = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
@@ -88,6 +112,61 @@ _NORMS_AFTER = {
 """Names of norms of results; detjax's are those of GLM-4."""
 
 _NORMS_AROUND = _NORMS_AFTER | {"post_attention_layernorm": "pre_feedforward_layernorm"}
+
+
+def _qwen3_5_wrapper(architecture: str, model_type: str) -> Wrapper:
+    return Wrapper(
+        architecture=architecture,
+        model_type=model_type,
+        section="text_config",
+        inert=frozenset({"language_model_only", "vision_config"})
+        | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
+        names={"model.language_model.": "model."},
+    )
+
+
+# Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
+_QWEN3_5 = Family(
+    name="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM",),
+    defaults=_SHARED
+    | {
+        "vocab_size": 248320,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    qk_norm=True,
+    gain_offset=1.0,
+    partial_rotary=0.25,
+    has_linear_attention=True,
+    has_output_gate=True,
+    fused={
+        f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
+        for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
+    },
+    checked={
+        "attention_bias": (False,),
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([], None),
+    },
+    # Layers that predict further tokens, and see images: nobody reads them here.
+    spare_tensors=("mtp.", "model.visual."),
+    wrapper=_qwen3_5_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+)
 
 FAMILIES: tuple[Family, ...] = (
     # Llama (1, 2, 3, 3.1, 3.2) and what borrows its architecture.
@@ -117,6 +196,39 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=False,
         windows=WindowRule.EVERY_LAYER,
         checked={"attention_bias": (False,)},
+        wrapper=_MISTRAL3,
+        spare_tensors=_LLAVA_SPARE,
+    ),
+    # Ministral 3: Mistral whose queries are scaled by position.
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        defaults=_SHARED
+        | {
+            "vocab_size": 131072,
+            "num_hidden_layers": 34,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        windows=WindowRule.EVERY_LAYER,
+        default_rope={
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        rope_inert=frozenset({"max_position_embeddings"}),
+        scales_queries=True,
+        checked={"attention_bias": (False,)},
+        wrapper=_MISTRAL3,
+        spare_tensors=_LLAVA_SPARE,
     ),
     # Mixtral: Mistral whose every feed-forward layer is a mixture of experts.
     Family(
@@ -152,6 +264,38 @@ FAMILIES: tuple[Family, ...] = (
         o_bias=BiasRule.NEVER,
         qk_norm=False,
         windows=WindowRule.BY_LAYER,
+    ),
+    # Qwen2 with mixtures of experts (Qwen1.5-MoE-A2.7B, 57B-A14B), and a shared expert with a gate.
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        defaults=_QWEN
+        | _QWEN_WINDOWS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        qkv_bias=BiasRule.ALWAYS,
+        windows=WindowRule.BY_LAYER,
+        checked={"qkv_bias": (True,)},
+        inert=ROUTER_TRAINING,
+        experts=ExpertKeys(
+            num_experts=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            renormalise="norm_topk_prob",
+            layers=True,
+            shared_width="shared_expert_intermediate_size",
+        ),
     ),
     # Qwen3 (dense): norms on the heads of q and k, no biases unless asked for.
     Family(
@@ -430,55 +574,43 @@ FAMILIES: tuple[Family, ...] = (
         tensor_names=_NORMS_AROUND,
         checked=_GEMMA_CHECKED,
         inert=frozenset({"_sliding_window_pattern", "cache_implementation"}),
-    ),
-    # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
-    Family(
-        name="qwen3_5_text",
-        architectures=("Qwen3_5ForCausalLM",),
-        defaults=_SHARED
-        | {
-            "vocab_size": 248320,
-            "intermediate_size": 12288,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 32768,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-        },
-        qk_norm=True,
-        gain_offset=1.0,
-        partial_rotary=0.25,
-        has_linear_attention=True,
-        has_output_gate=True,
-        fused={
-            f"linear_attn.{joined}": tuple(f"linear_attn.{part}_{x}" for x in "qkv")
-            for joined, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv1d"))
-        },
-        checked={
-            "attention_bias": (False,),
-            "attn_output_gate": (True,),
-            "mamba_ssm_dtype": ("float32",),
-            "mlp_only_layers": ([], None),
-        },
-        # Layers that predict further tokens, and see images: nobody reads them here.
-        spare_tensors=("mtp.", "model.visual."),
         wrapper=Wrapper(
-            architecture="Qwen3_5ForConditionalGeneration",
-            model_type="qwen3_5",
+            architecture="Gemma3ForConditionalGeneration",
+            model_type="gemma3",
             section="text_config",
-            inert=frozenset({"language_model_only", "vision_config"})
-            | {f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end")},
-            prefix="model.language_model.",
+            inert=frozenset({"image_token_id", "mm_tokens_per_image", "vision_config"})
+            | {f"{kind}_token_index" for kind in ("boi", "eoi", "image")},
+            names=_LLAVA_NAMES,
         ),
-        inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
-        rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+        spare_tensors=_LLAVA_SPARE,
+    ),
+    _QWEN3_5,
+    # Qwen3.5 with mixtures of experts (35B-A3B and larger, text): Qwen3.5, and a shared expert.
+    dataclasses.replace(
+        _QWEN3_5,
+        name="qwen3_5_moe_text",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        defaults={
+            **_QWEN3_5.defaults,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        checked={**_QWEN3_5.checked, "norm_topk_prob": (True,)},
+        inert=_QWEN3_5.inert | ROUTER_TRAINING,
+        experts=ExpertKeys(
+            num_experts=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            renormalise=None,
+            layers=False,
+            shared_width="shared_expert_intermediate_size",
+        ),
+        stacked=ExpertStack.HALVES,
+        wrapper=_qwen3_5_wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     ),
     # gpt-oss: sinks, windows in every other layer, and mixtures of experts with biases and a clamp.
     Family(
@@ -516,7 +648,7 @@ FAMILIES: tuple[Family, ...] = (
             "original_max_position_embeddings": 4096,
         },
         has_sinks=True,
-        stacks_experts=True,
+        stacked=ExpertStack.IN_TURN,
         # OpenAI's name of what rope_scaling has; transformers does not read it.
         inert=ROUTER_TRAINING | {"initial_context_length"},
         experts=ExpertKeys(
@@ -541,12 +673,16 @@ def family_named(name: str) -> Family | None:
     return next((family for family in FAMILIES if family.name == name), None)
 
 
-def wrapped_family(architectures: Any) -> Family | None:
-    """The family of the text decoder of a model that has other parts, too; None for others."""
-    for family in FAMILIES:
-        if family.wrapper is not None and architectures == [family.wrapper.architecture]:
-            return family
-    return None
+def wrapped_families(architectures: Any) -> dict[str, tuple[Wrapper, Family]]:
+    """Families that the text decoder of a model with other parts may have, by their names.
+
+    The first is that of a decoder that does not say. Empty for a model without other parts.
+    """
+    return {
+        family.name: (family.wrapper, family)
+        for family in FAMILIES
+        if family.wrapper is not None and architectures == [family.wrapper.architecture]
+    }
 
 
 def find_family(architectures: Any) -> Family:
@@ -559,8 +695,9 @@ def find_family(architectures: Any) -> Family:
         for name in family.architectures:
             if architectures == [name]:
                 return family
-    wrappers = [f"{f.wrapper.architecture} (its text)" for f in FAMILIES if f.wrapper is not None]
+    wrappers = dict.fromkeys(f.wrapper.architecture for f in FAMILIES if f.wrapper is not None)
+    others = [f"{name} (its text)" for name in wrappers]
     raise ValueError(
         f"architectures={architectures!r} is not supported; detjax loads one of "
-        f"{', '.join([*supported_architectures(), *wrappers])} (a list of one name in config.json)"
+        f"{', '.join([*supported_architectures(), *others])} (a list of one name in config.json)"
     )

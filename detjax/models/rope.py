@@ -39,10 +39,11 @@ def rope_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine of every position's angles, float32, each `[max_len, head_dim // 2]`.
 
-    `cos[p, c] = scale * attention_factor * cos(p * frequency[c])`, likewise `sin`; channel `c` is
-    rotated with channel `c + head_dim / 2` (Hugging Face's half-split convention). `frequency` is
+    `cos[p, c] = factor[p] * (scale * (attention_factor * cos(p * frequency[c])))`, likewise `sin`,
+    with `factor[p] = 1 + growth * ln(1 + floor(p / original_max_position))`. Channel `c` is rotated
+    with channel `c + head_dim / 2` (Hugging Face's half-split convention). `frequency` is
     `inverse_frequencies(config, head_dim=rotary_dim)`. Pairs from `rotary_dim / 2` on are not
-    rotated: `cos = scale`, `sin = 0`.
+    rotated: `cos = factor[p] * scale`, `sin = 0`.
 
     Args:
         config: Base and scaling.
@@ -56,7 +57,8 @@ def rope_tables(
         An angle is kept as a fraction of a turn in 64-bit fixed point, so `p * frequency` modulo a
         turn is one integer product, off by at most `p * 2**-65` turns. Sine and cosine of the part
         within an eighth of a turn are Taylor sums to x**17, good to 3e-16; the products with
-        `attention_factor`, then `scale`, are float64; one rounding to float32. Against exact
+        `attention_factor`, `scale`, then `factor[p]`, are float64; one rounding to float32.
+        `factor[p]` is decimal arithmetic, rounded to float64; without growth it is 1. Against exact
         values: within 0.51 ulp of the float32 result plus `p * 2**-62`. transformers works in
         float32: its cosines are up to 5e-3 off at position 131071.
 
@@ -75,12 +77,24 @@ def rope_tables(
         turns = [f / (2 * PI) for f in inverse_frequencies(config, head_dim=rotary_dim)]
         steps = np.array([int((t * 2**64).to_integral_value()) % 2**64 for t in turns], np.uint64)
     positions = np.arange(max_len, dtype=np.uint64)
-    tables = np.zeros((2, max_len, head_dim // 2), np.float32)
-    tables[0, :, len(steps) :] = config.scale
+    tables, factors = np.zeros((2, max_len, head_dim // 2), np.float32), _factors(config, max_len)
+    tables[0, :, len(steps) :] = (factors * config.scale)[:, None]
     for c, step in enumerate(steps):
-        # ROUND: to float32, the only rounding that shows. A scale of 1 is exact.
-        tables[:, :, c] = config.scale * (config.attention_factor * _cos_sin(positions * step))
+        angles = config.scale * (config.attention_factor * _cos_sin(positions * step))
+        # ROUND: to float32, the only rounding that shows. Factors of 1 are exact.
+        tables[:, :, c] = factors * angles
     return tables[0], tables[1]
+
+
+def _factors(config: RopeConfig, max_len: int) -> np.ndarray:
+    """What multiplies the angles of each position, float64 [max_len]."""
+    if not config.growth:
+        return np.ones(max_len)
+    original = config.original_max_position
+    with localcontext(prec=DECIMAL_DIGITS):
+        growth = Decimal(config.growth)
+        steps = [float(1 + growth * Decimal(1 + n).ln()) for n in range(-(-max_len // original))]
+    return np.repeat(steps, original)[:max_len]
 
 
 def inverse_frequencies(config: RopeConfig, *, head_dim: int) -> list[Decimal]:

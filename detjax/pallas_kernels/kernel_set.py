@@ -32,6 +32,8 @@ class KernelSet(Protocol):
         withheld_linear_attention: Why models with layers of linear attention are refused; empty if
             they are not.
         withheld_linear_ranks: The same of linear attention where ranks share a layer.
+        withheld_query_angles: The same of models whose queries have other angles than keys.
+        withheld_shared_experts: The same of mixtures with an expert that every token has.
         withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
         withheld_expert_gradients: Why mixtures of experts have no canonical backward pass; empty if
             they have.
@@ -45,6 +47,8 @@ class KernelSet(Protocol):
     adapted_dtypes: tuple[str, ...]
     withheld_linear_attention: str
     withheld_linear_ranks: str
+    withheld_query_angles: str
+    withheld_shared_experts: str
     withheld_head_ranks: str
     withheld_expert_gradients: str
     withheld_shared_training: str

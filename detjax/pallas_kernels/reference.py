@@ -65,6 +65,7 @@ reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
 withheld_expert_gradients = withheld_shared_training = ""
+withheld_query_angles = withheld_shared_experts = ""
 
 
 def why_not_here() -> str | None:

@@ -71,6 +71,16 @@ withheld_linear_ranks = (
     "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs has "
     "shown its bits; use tp=1, or the backend reference or portable"
 )
+withheld_query_angles = (
+    "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
+    "kernels that turn queries and keys by different angles; use the backend reference or "
+    "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
+    "query is scaled"
+)
+withheld_shared_experts = (
+    "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture with "
+    "one; use the backend reference or portable"
+)
 withheld_head_ranks = (
     "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
     "bits; use tp=1, dp for more devices, or backend portable"

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from detjax.pallas_kernels.rope.rotation import angles_of_keys, angles_of_queries
+
 
 def plain_rms_norm(x, gain, eps: float):
     """The formula of `rms_norm`, rows of x with a gain each."""
@@ -39,7 +41,11 @@ def rotated_heads(qkv, cos, sin, gains, *, num_heads: int, eps: float):
             plain_rms_norm(x, jnp.broadcast_to(gain, x.shape), eps)
             for x, gain in zip((q, k), gains, strict=True)
         )
-    return jnp.concatenate([plain_rope(q, cos, sin), plain_rope(k, cos, sin), v], axis=1)
+    of_queries, of_keys = (
+        [of(rows, qkv.shape[2]) for rows in (cos, sin)]
+        for of in (angles_of_queries, angles_of_keys)
+    )
+    return jnp.concatenate([plain_rope(q, *of_queries), plain_rope(k, *of_keys), v], axis=1)
 
 
 def plain_attention(heads, *, num_heads: int, window: int | None):

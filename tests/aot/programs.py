@@ -464,6 +464,9 @@ FAMILIES = {
         "sliding_window": 1024, "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 6,
     },
     "gpt_oss": {"num_local_experts": 32, "num_hidden_layers": 24},
+    "ministral3": {},
+    "qwen2_moe": {},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "gemma2": {
         "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
@@ -472,8 +475,8 @@ FAMILIES = {
     },
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
-Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; that of
-Qwen3.5 9B; Gemma 2 9B."""
+Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; those
+of Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B; Qwen1.5-MoE-A2.7B, and that of Qwen3.5 35B-A3B."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
@@ -752,6 +755,18 @@ PROGRAMS = {
     "olmo3_prefill": lambda: family_step("olmo3", "prefill", rows=1, length=512, table_len=64),
     "exaone4_decode": lambda: family_step("exaone4", "decode", rows=8, table_len=10),
     "gemma3_decode": lambda: family_step("gemma3_text", "decode", rows=8, table_len=10),
+    "ministral3_decode": lambda: family_step("ministral3", "decode", rows=8, table_len=10),
+    "ministral3_verify": lambda: family_step(
+        "ministral3", "verify", rows=8, length=4, table_len=10
+    ),
+    "ministral3_prefill": lambda: family_step(
+        "ministral3", "prefill", rows=1, length=512, table_len=64
+    ),
+    "qwen2_moe_decode": lambda: family_step("qwen2_moe", "decode", rows=8, table_len=10),
+    "qwen35_moe_decode": lambda: family_step("qwen3_5_moe_text", "decode", rows=8, table_len=10),
+    "qwen35_moe_prefill": lambda: family_step(
+        "qwen3_5_moe_text", "prefill", rows=1, length=512, table_len=64
+    ),
     "gpt_oss_decode_one": lambda: family_step("gpt_oss", "decode", rows=1, table_len=10),
     "gpt_oss_decode": lambda: family_step("gpt_oss", "decode", rows=8, table_len=10),
     "gpt_oss_decode_many": lambda: family_step("gpt_oss", "decode", rows=64, table_len=10),

@@ -333,7 +333,8 @@ def test_prefill_attention_spills_nothing(name):
                 "granite_decode", "smollm3_decode", "phi3_decode", "glm4_prefill", "olmo3_decode",
                 "exaone4_decode", "gemma2_decode", "gemma2_prefill", "gemma2_verify",
                 "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
-                "gpt_oss_decode_many", "gpt_oss_prefill",
+                "gpt_oss_decode_many", "gpt_oss_prefill", "ministral3_decode",
+                "ministral3_verify", "ministral3_prefill", "qwen2_moe_decode",
             )
         ),
     ],
@@ -350,7 +351,10 @@ def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
         "qwen35_decode_many", "qwen35_prefill",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("qwen35_decode_one", "qwen35_decode", "qwen35_verify")
+            for name in (
+                "qwen35_decode_one", "qwen35_decode", "qwen35_verify", "qwen35_moe_decode",
+                "qwen35_moe_prefill",
+            )
         ),
     ],
 )  # fmt: skip

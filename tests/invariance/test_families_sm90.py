@@ -5,11 +5,13 @@ The golden folders have heads that its kernels do not take, so the models here h
 and wider layers.
 """
 
+import contextlib
 import dataclasses
 import json
 import zlib
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import LoadedModel
 from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
@@ -36,7 +39,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = (
     "glm4", "olmo3", "granite", "gemma3", "smollm3", "phi4_longrope", "exaone4", "olmo2",
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
+    "ministral3", "qwen2_moe", "qwen3_5_moe",
 )  # fmt: skip
+WITHHELD = {
+    "ministral3": "withheld_query_angles",
+    "qwen2_moe": "withheld_shared_experts",
+    "qwen3_5_moe": "withheld_shared_experts",
+}
+"""Cases that `sm90` refuses until the tests here have run on a GPU, and the field that says so."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 MAX_DISTANCE = 0.12
@@ -55,8 +65,11 @@ def config_of(case: str) -> ModelConfig:
     head_dim = 64 if name == case else 256
     config = dataclasses.replace(load_config(GOLDEN / name), head_dim=head_dim, eos_token_ids=())
     if config.experts is not None:
-        experts = dataclasses.replace(config.experts, width=192)
-        sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2, "experts": experts}
+        shared_width = 256 if config.experts.shared_width else 0
+        experts = dataclasses.replace(config.experts, width=192, shared_width=shared_width)
+        config = dataclasses.replace(config, experts=experts)
+    if config.has_clamped_experts:
+        sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2}
         return dataclasses.replace(config, **sizes)
     if config.linear_attention is not None:
         heads = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 64, "value_dim": 64}
@@ -69,7 +82,10 @@ def config_of(case: str) -> ModelConfig:
 
 @cache
 def model(case: str, backend: Backend = Backend.SM90) -> LoadedModel:
-    return dummy_model(config_of(case), backend=backend)
+    with contextlib.ExitStack() as stack:
+        if case in WITHHELD:
+            stack.enter_context(mock.patch.object(sm90, WITHHELD[case], ""))
+        return dummy_model(config_of(case), backend=backend)
 
 
 def requests() -> list[Request]:
@@ -83,9 +99,16 @@ def requests() -> list[Request]:
     ]
 
 
-def answers(case: str, batch_size: int, prefill_chunk: int) -> list[Completion]:
+def answers(
+    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90
+) -> list[Completion]:
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
-    return Engine(model(case), config).generate(requests())
+    return Engine(model(case, backend), config).generate(requests())
+
+
+def crc_of(found: list[Completion]) -> int:
+    """Of the logprobs of all answers."""
+    return zlib.crc32(b"".join(np.asarray(c.logprobs, np.float32).tobytes() for c in found))
 
 
 @pytest.mark.parametrize("case", quick_and_slow(["gemma2"], CASES))
@@ -178,9 +201,7 @@ def test_batch_chunk_and_path_change_nothing(case):
 def test_whole_answers_of_a_hybrid_have_the_bits_of_the_reference():
     """The CRC-32 that `test_reference.py` has of the same model and requests, on a CPU."""
     wanted = json.loads((GOLDEN.parent / "hybrid_bits.json").read_text())["answers"]
-    found = answers("qwen3_5", batch_size=4, prefill_chunk=64)
-    bits = b"".join(np.asarray(c.logprobs, np.float32).tobytes() for c in found)
-    assert zlib.crc32(bits) == wanted
+    assert crc_of(answers("qwen3_5", batch_size=4, prefill_chunk=64)) == wanted
 
 
 @pytest.mark.gpu
@@ -189,9 +210,31 @@ def test_whole_answers_of_a_hybrid_have_the_bits_of_the_reference():
 def test_whole_answers_of_wide_heads_have_the_bits_of_the_reference(case):
     """The CRC-32 that `test_reference.py` has of the same model and requests, on a CPU."""
     wanted = json.loads((GOLDEN.parent / "wide_heads_bits.json").read_text())["answers"]
-    found = answers(case, batch_size=4, prefill_chunk=64)
-    bits = b"".join(np.asarray(c.logprobs, np.float32).tobytes() for c in found)
-    assert zlib.crc32(bits) == wanted[case]
+    assert crc_of(answers(case, batch_size=4, prefill_chunk=64)) == wanted[case]
+
+
+WANTED = json.loads((GOLDEN.parent / "family_bits.json").read_text())
+"""CRC-32 of whole answers by `reference`, of families whose answers by a GPU are not there yet."""
+
+
+@pytest.mark.slow
+@pytest.mark.golden
+@pytest.mark.parametrize("case", WANTED)
+def test_whole_answers_of_the_reference_keep_their_bits(case):
+    assert crc_of(answers(case, 8, 48, Backend.REFERENCE)) == WANTED[case]
+
+
+@pytest.mark.gpu
+@pytest.mark.golden
+@pytest.mark.parametrize("case", WANTED)
+def test_whole_answers_have_the_bits_of_the_reference(case):
+    assert crc_of(answers(case, batch_size=4, prefill_chunk=64)) == WANTED[case]
+
+
+@pytest.mark.parametrize("case", WITHHELD)
+def test_what_no_gpu_has_shown_is_withheld_by_name(case):
+    reason = why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1)
+    assert reason == getattr(sm90, WITHHELD[case]) and "withheld on sm90: no run on a GPU" in reason
 
 
 @pytest.mark.gpu

@@ -247,6 +247,48 @@ W4A16 = compressed_tensors(
 FP8_DYNAMIC = compressed_tensors(
     "float-quantized", {}, _OF_TENSORS | {"dynamic": True, "strategy": "token", "observer": None}
 )
+MINISTRAL3_ROPE: Config = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+    "rope_type": "yarn", "type": "yarn",
+}  # fmt: skip
+STATIC_FP8: Config = {
+    "activation_scheme": "static", "dequantize": False, "quant_method": "fp8",
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    "weight_block_size": None,
+}  # fmt: skip
+OF_WHOLE = ("architectures", "torch_dtype", "transformers_version")
+
+
+def ministral3(*sizes: int, **keys: Any) -> Config:
+    more = {"attention_dropout": 0.0, "head_dim": 128, "rope_parameters": MINISTRAL3_ROPE}
+    more |= {"sliding_window": None, "bos_token_id": 1, "eos_token_id": 2}
+    return _config("Ministral3ForCausalLM", "ministral3", sizes, **more | keys)
+
+
+def mistral3(text: Config, **keys: Any) -> Config:
+    """Inside a model that sees images."""
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+        "image_token_index": 10, "multimodal_projector_bias": False, "spatial_merge_size": 2,
+        "projector_hidden_act": "gelu", "vision_feature_layer": -1, "dtype": "bfloat16",
+        "transformers_version": "5.0.0.dev0", "vision_config": {"model_type": "pixtral"},
+        "text_config": {key: x for key, x in text.items() if key not in OF_WHOLE},
+    } | keys  # fmt: skip
+
+
+def gemma3_wrapped(**text: Any) -> Config:
+    more: Config = {"model_type": "gemma3_text", "sliding_window": 1024}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+        "eos_token_id": [1, 106], "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"model_type": "siglip_vision_model"},
+        "text_config": more | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}} | text,
+    }  # fmt: skip
+
+
 LOADED: dict[str, tuple[Config, int]] = {
     "Llama-2-7b-chat": (llama(32000, 4096, 11008, 32, 32, 32, 4096), 4096),
     "Llama-2-13b": (llama(32000, 5120, 13824, 40, 40, 40, 4096), 4096),
@@ -422,6 +464,15 @@ LOADED: dict[str, tuple[Config, int]] = {
     "gemma-3-1b-it": (
         gemma("Gemma3ForCausalLM", "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 32768, **GEMMA3),
         32768),
+    "gemma-3-12b-it": (
+        gemma3_wrapped(num_hidden_layers=48, hidden_size=3840, intermediate_size=15360,
+                       num_attention_heads=16, num_key_value_heads=8), 131072),
+    "Mistral-Small-3.1-24B-Instruct-2503": (
+        mistral3(mistral(131072, 5120, 32768, 40, 32, 8, 131072, head_dim=128,
+                         rope_theta=1000000000.0)), 131072),
+    "Ministral-3-8B-Instruct-2512": (
+        mistral3(ministral3(131072, 4096, 14336, 34, 32, 8, 262144),
+                 quantization_config=STATIC_FP8), 262144),
 }  # fmt: skip
 """Config, and the context that it has."""
 
@@ -444,8 +495,8 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "a Qwen3-MoE with a shared expert": (
         qwen3_moe(2048, 6144, 48, 32, 4, 40960, **CODER | {"shared_expert_intermediate_size": 512}),
         "shared_expert_intermediate_size=512"),
-    "a Gemma 3 that sees images": (
-        gemma("Gemma3ForConditionalGeneration", "gemma3", 262208, 2560, 10240, 34, 8, 4, 131072),
+    "a Gemma 3n that sees images": (
+        gemma("Gemma3nForConditionalGeneration", "gemma3n", 262208, 2560, 10240, 34, 8, 4, 131072),
         "architectures"),
     "a bidirectional Gemma 3": (
         gemma("Gemma3ForCausalLM", "gemma3_text", 262144, 768, 1152, 24, 3, 1, 2048,

@@ -572,8 +572,9 @@ def test_published_configs_load_with_their_context(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = load_config(tmp_path)
     assert config.max_position_embeddings == context
-    assert config.num_layers == values["num_hidden_layers"]
-    assert config.num_kv_heads == values["num_key_value_heads"]
+    text = values.get("text_config", values)
+    assert config.num_layers == text["num_hidden_layers"]
+    assert config.num_kv_heads == text["num_key_value_heads"]
     assert 1 in possible_tps(config)
 
 

@@ -27,7 +27,7 @@ from detjax.models.abstract import why_weights_unsupported
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import ParamSpec, RowRun, tensor_specs
-from detjax.models.quantization.expand import expand_tensors
+from detjax.models.quantization.expand import describe_quantization, expand_tensors
 from detjax.models.quantization.quantize import (
     GROUP_SIZES,
     RECIPES,
@@ -36,7 +36,7 @@ from detjax.models.quantization.quantize import (
     quantize_matrix,
 )
 from detjax.models.quantization.rounding import to_bfloat16, to_float8
-from detjax.models.quantization.scheme import parse_quantization, weights_option
+from detjax.models.quantization.scheme import as_w8a8, parse_quantization, weights_option
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.load import ignore_progress
 from detjax.models.weights.packed import MatrixForm, has_packed, kept_form
@@ -52,7 +52,7 @@ from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import answers, cpu_backend, dummy_config
 from detjax.testing.folders import make_static, with_settings, write_model_folder
 
-from .published_configs import AWQ
+from .published_configs import AWQ, STATIC_FP8
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SMALL = {
@@ -155,6 +155,27 @@ def test_blocks_under_the_names_of_deepseek(tmp_path):
         tmp_path, parts | {"layer.weight_scale_inv": inverse}, {"quantization_config": settings}
     )
     assert bits(other["layer.weight"].rows[:]) != bits(expected)
+
+
+def test_static_scales_under_the_names_of_transformers(tmp_path):
+    """One scale a tensor, and one of activations: as Ministral 3 is published."""
+    codes = np.arange(64, dtype=np.uint8).reshape(4, 16).view(ml_dtypes.float8_e4m3fn)
+    parts = {
+        "layer.weight": codes,
+        "layer.weight_scale_inv": np.array(0.75, ml_dtypes.bfloat16),
+        "layer.activation_scale": np.array(0.5, ml_dtypes.bfloat16),
+        "vision.weight": np.ones((2, 2), ml_dtypes.bfloat16),
+    }
+    config = {"quantization_config": STATIC_FP8}
+    found = expanded(tmp_path, parts, config)
+    want = (codes.astype(np.float32) * np.float32(0.75)).astype(ml_dtypes.bfloat16)
+    assert bits(found["layer.weight"].rows[:]) == bits(want)
+    assert found["layer.weight"].rows.row_scale() == 0.5
+    assert found.keys() == {"layer.weight", "vision.weight"}
+    scheme = as_w8a8(parse_quantization(config))
+    said = describe_quantization(tmp_path, scheme)
+    expanded(tmp_path, parts | {"layer.activation_scale": parts["layer.weight_scale_inv"]}, config)
+    assert describe_quantization(tmp_path, scheme) != said
 
 
 def test_fbgemm(tmp_path):

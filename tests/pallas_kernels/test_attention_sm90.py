@@ -162,6 +162,12 @@ class NewTokens:
     def place(self):
         return CachePlace(self.pages, self.table, self.positions, jnp.int32(1))
 
+    def with_other_queries(self):
+        """The same with angles of queries that are not those of keys."""
+        cos, sin = self.cos, self.sin
+        rows = (jnp.concatenate(pair, axis=1) for pair in ((cos, 1.5 * sin), (sin, 1.5 * cos)))
+        return dataclasses.replace(self, **dict(zip(("cos", "sin"), rows, strict=True)))
+
     def apart(self, is_interpreted=False, **options):
         """Rotation and cache write, then attention."""
         kv_heads, channels = self.pages.shape[3], self.pages.shape[5]
@@ -244,6 +250,15 @@ def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
     case = new_tokens([600, 0, 128], kv_heads=2, group=4, channels=128, with_norm=True)
     actual, expected = case.at_once(is_interpreted=True, **options), case.apart(is_interpreted=True)
     assert_same(actual, expected, "rotated inside attention is rotated before it")
+
+
+@pytest.mark.slow
+def test_new_tokens_whose_queries_have_other_angles_have_the_bits_of_two_kernels():
+    plain = new_tokens([200, 0], kv_heads=2, group=4, channels=128, with_norm=False)
+    case = plain.with_other_queries()
+    expected = case.apart(is_interpreted=True)
+    assert count_different_bits(expected[0], plain.apart(is_interpreted=True)[0]) > 0
+    assert_same(case.at_once(is_interpreted=True), expected, "two kinds of angles")
 
 
 ENDS = (1, 32, 33, 64, 65, 96, 97, 128)
@@ -690,6 +705,8 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
         if "spread" in options and channels != 128:
             continue
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
+    other = case.with_other_queries()
+    assert_same(other.at_once(), other.apart(), "two kinds of angles")
     for few in ([1], [3000, 5, 4096]):
         case = new_tokens(few, kv_heads=3, group=group, channels=channels, with_norm=with_norm)
         assert_same(case.at_once(), case.apart(), f"one kernel or more, contexts {few}")

@@ -209,6 +209,27 @@ def test_fused_write_in_interpret_mode(has_norm, is_tuple):
     )
 
 
+@pytest.mark.slow
+def test_queries_with_angles_of_their_own_in_interpret_mode():
+    """Each part has the bits of a launch in which all heads have its angles."""
+    tokens, heads, kv_heads, channels = 2, 3, 1, 64
+    qkv = array((tokens, heads + 2 * kv_heads, channels), 1)
+    cos, sin = (array((2, tokens, channels // 2), seed, F32) for seed in (2, 3))
+    pages = array((2, 3, 2, kv_heads, 128, channels), 4)
+    table, positions = jnp.asarray([[2, 0]], I32), jnp.asarray([[127, 128]], I32)
+
+    def run(cos, sin):
+        operands = pages, qkv, cos, sin, None, table, positions
+        return write(*operands, num_heads=heads, interpret=True)
+
+    queries, cache = run(*(jnp.concatenate(list(rows), axis=1) for rows in (cos, sin)))
+    of_keys, of_queries = (run(cos[i], sin[i]) for i in (0, 1))
+    assert count_different_bits(of_keys[0], of_queries[0]) > 0
+    assert count_different_bits(of_keys[1], of_queries[1]) > 0
+    assert_bitwise_equal(queries, of_queries[0], claim="queries by their angles")
+    assert_bitwise_equal(cache, of_keys[1], claim="keys and values by those of keys")
+
+
 @pytest.mark.parametrize("width", quick_and_slow((14336,), (172, 768, 11008)))
 def test_swiglu_lowers(width):
     lower_for_hopper(swiglu.swiglu, struct((5, 2 * width)))

@@ -43,10 +43,10 @@ FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.
 SIGN_BIT = 128
 """What makes an int8 unsigned, as a difference or as a bit."""
 
-INPUT_SCALE = "input_scale"
-"""The part that scales activations, where all rows have one scale."""
+INPUT_SCALES = ("input_scale", "activation_scale")
+"""Names of the part that scales activations, where all rows have one scale."""
 
-UNUSED_PARTS = (INPUT_SCALE, "weight_shape", "g_idx", "activation_scale", "input_zero_point")
+UNUSED_PARTS = (*INPUT_SCALES, "weight_shape", "g_idx", "input_zero_point")
 """Parts beside a weight that its expansion does not need, or only checks."""
 
 
@@ -97,7 +97,7 @@ def describe_quantization(folder: Path, scheme: QuantizationScheme | None) -> st
     hasher = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         for name, tensor in sorted(open_tensors(folder, stack).items()):
-            if name.endswith(f".{INPUT_SCALE}"):
+            if name.endswith(tuple(f".{scale}" for scale in INPUT_SCALES)):
                 value = np.asarray(tensor.rows[...]).astype(np.float32)
                 hasher.update(f"{name}={value.tobytes().hex()};".encode())
     return f"{scheme}, sha256 of its scales {hasher.hexdigest()}"
@@ -127,8 +127,7 @@ def _plain_names(
     tensors: Mapping[str, StoredTensor], names: _Names, scheme: QuantizationScheme
 ) -> _Names:
     """DeepSeek's name of a scale says "inv", and it is the factor all the same."""
-    is_block_fp8 = scheme.method == "fp8" and any(scheme.block)
-    if is_block_fp8 and any(name.endswith(".weight_scale_inv") for name in tensors):
+    if scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors):
         return _Names(names.codes, "weight_scale_inv", names.zeros)
     return names
 
@@ -145,7 +144,7 @@ def _expanded(
 ) -> StoredTensor:
     """One layer's weight."""
     codes, scales, zeros = (parts[name] for name in names)
-    input_scale = parts[INPUT_SCALE]
+    input_scale = next((parts[name] for name in INPUT_SCALES if parts[name] is not None), None)
     assert codes is not None and scales is not None
     shape = _matrix_shape(layer, codes, parts["weight_shape"], scheme)
     _check_parts(layer, parts, names, shape, scheme)
@@ -307,8 +306,8 @@ class ExpandedRows:
         values = np.zeros(1, np.float32) if found is None else found.astype(np.float32).reshape(-1)
         if values.size != 1 or not 0 < values[0] < np.inf:
             raise ValueError(
-                f"{self.name} has the {INPUT_SCALE} {found}, which is not one positive number, and "
-                f"config.json says that activations are {self.scheme.activations}; use "
+                f"{self.name} has the {INPUT_SCALES[0]} {found}, which is not one positive number, "
+                f"and config.json says that activations are {self.scheme.activations}; use "
                 "quantized_weights='auto'"
             )
         return float(values[0])

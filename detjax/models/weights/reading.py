@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig, RopeConfig
-from detjax.models.family import Family
+from detjax.models.family import ExpertStack, Family
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, HEAD_NAME, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
@@ -102,10 +102,12 @@ class ExpertReading:
 
     Attributes:
         name: Of the decoder's tensor.
-        source: The checkpoint's: [U, inputs, outputs] of matrices, [U, outputs] of biases.
+        source: The checkpoint's: [U, inputs, outputs] of matrices, [U, outputs] of biases; or
+            [U, outputs, inputs].
         source_shape: Shape of that.
         expert: Which.
         outputs: Which outputs, one part after the other.
+        is_output_first: Whether outputs are rows of the checkpoint's tensor, not columns.
     """
 
     name: str
@@ -113,11 +115,14 @@ class ExpertReading:
     source_shape: tuple[int, ...]
     expert: int
     outputs: tuple[slice, ...]
+    is_output_first: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the decoder's tensor: outputs, then inputs."""
         *inputs, num_outputs = self.source_shape[1:]
+        if self.is_output_first:
+            num_outputs, *inputs = self.source_shape[1:]
         return sum(len(range(num_outputs)[part]) for part in self.outputs), *inputs
 
     def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ExpertOutputs":
@@ -154,11 +159,14 @@ class ExpertOutputs:
         low, high, _ = first.indices(reading.shape[0])
         parts, start = [], 0
         for outputs in reading.outputs:
-            own = range(reading.source_shape[-1])[outputs]
+            own = range(reading.source_shape[1 if reading.is_output_first else -1])[outputs]
             chosen = own[max(low - start, 0) : max(high - start, 0)]
             start += len(own)
             if chosen:
                 which = slice(chosen.start, chosen.stop, chosen.step)
+                if reading.is_output_first:
+                    parts.append(np.asarray(self._rows[(reading.expert, which, *inputs)]))
+                    continue
                 parts.append(np.asarray(self._rows[(reading.expert, *inputs, which)]).T)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -195,8 +203,10 @@ def own_name(name: str, family: Family | None) -> str | None:
         return name
     if name.startswith(family.spare_tensors):
         return None
-    if family.wrapper is not None and name.startswith(family.wrapper.prefix):
-        return "model." + name.removeprefix(family.wrapper.prefix)
+    longer = {} if family.wrapper is None else family.wrapper.names
+    for prefix, own in longer.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
     return name
 
 
@@ -235,8 +245,10 @@ def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
         found = [_ungated(reading, config.head_dim) for reading in found]
     found += _model_readings(config, family, specs, dtype)
     plan: dict[str, AnyReading] = {it.name: it for it in found if not it.is_plain}
-    if family.stacks_experts:
-        plan |= {it.name: it for layer in specs["layers"] for it in _expert_readings(layer)}
+    if (stacked := family.stacked) is not None:
+        plan |= {
+            it.name: it for layer in specs["layers"] for it in _expert_readings(layer, stacked)
+        }
     return plan
 
 
@@ -314,20 +326,22 @@ _STACKED = {
 """What a tensor of an expert is made of where all experts are one tensor, and its outputs."""
 
 
-def _expert_readings(layer: dict[str, TensorSpec]) -> Iterator[ExpertReading]:
-    """Those of one layer's experts, whose gates and ups take turns in one tensor."""
+def _expert_readings(layer: dict[str, TensorSpec], stacked: ExpertStack) -> Iterator[ExpertReading]:
+    """Those of one layer's experts, which one tensor holds."""
     for name, (source, outputs) in _STACKED.items():
         if name not in layer:
             continue
-        spec = layer[name]
-        num_outputs, *inputs = spec.hf_shape
-        if source == "gate_up_proj":
-            num_outputs *= 2
+        spec, is_output_first = layer[name], stacked is ExpertStack.HALVES
+        width, *inputs = spec.hf_shape
+        num_outputs = 2 * width if source == "gate_up_proj" else width
+        if is_output_first:
+            outputs = (slice(width, None, 1) if outputs == (_UPS,) else slice(0, width, 1),)
+        shape = (num_outputs, *inputs) if is_output_first else (*inputs, num_outputs)
         prefix = spec.hf_name.split("{}")[0]
         for expert, own in enumerate(spec.hf_names):
             yield ExpertReading(
                 name=own, source=f"{prefix}{source}", expert=expert, outputs=outputs,
-                source_shape=(spec.num_experts, *inputs, num_outputs),
+                source_shape=(spec.num_experts, *shape), is_output_first=is_output_first,
             )  # fmt: skip
 
 

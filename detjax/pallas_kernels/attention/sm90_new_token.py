@@ -74,7 +74,8 @@ class NewToken:
         All loads come first, so that the CTA waits for device memory once.
 
         Args:
-            new: qkv [B, H + 2 K, C], cos and sin [B, C / 2], and no gains or two [C], in memory.
+            new: qkv [B, H + 2 K, C], cos and sin [B, C / 2] or [B, C] as `rope.Rotation` has them,
+                and no gains or two [C], in memory.
             seq: Which token.
             kv_head: Which key/value head.
             q_smem: Gets the queries in rows 0 to G - 1.
@@ -84,13 +85,15 @@ class NewToken:
         q_gain, k_gain = gains or (None, None)
         tile = self.tile
 
-        def load(first, gain):
-            return rope.load_heads(qkv, pl.ds(first, tile.rows), seq, cos, sin, gain, tile)
+        def load(first, gain, are_queries=False):
+            return rope.load_heads(
+                qkv, pl.ds(first, tile.rows), seq, cos, sin, gain, tile, are_queries=are_queries
+            )
 
         # The last tile starts early instead of ending late: rows written twice, alike. A group of
         # one reads the head after it too.
         starts = [max(min(i, self.group - tile.rows), 0) for i in range(0, self.group, tile.rows)]
-        queries = [load(kv_head * self.group + i, q_gain) for i in starts]
+        queries = [load(kv_head * self.group + i, q_gain, are_queries=True) for i in starts]
         # Key and value are the last rows of their tiles: there are heads enough before them.
         first_key = self.kv_heads * self.group + kv_head - (tile.rows - 1)
         key, value = load(first_key, k_gain), load(first_key + self.kv_heads, None)

@@ -11,7 +11,7 @@ from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
 from detjax.pallas_kernels.float8_cache import holds_float8, narrow_rows
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, angles_of_keys, angles_of_queries
 
 
 @jax.jit
@@ -98,5 +98,7 @@ def rotated_heads(
             rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)
             for x, gain in zip((q, k), rotation.gains, strict=True)
         )
-    q, k = (rope(x, rotation.cos, rotation.sin) for x in (q, k))
+    cos, sin, channels = rotation.cos, rotation.sin, qkv.shape[2]
+    q = rope(q, angles_of_queries(cos, channels), angles_of_queries(sin, channels))
+    k = rope(k, angles_of_keys(cos, channels), angles_of_keys(sin, channels))
     return q, k, v

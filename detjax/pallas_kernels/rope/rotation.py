@@ -10,7 +10,8 @@ class Rotation(NamedTuple):
     """Angles of some tokens, and the gains of the norms before they are applied.
 
     Attributes:
-        cos: Rows of the host's table, one a token.
+        cos: Rows of the host's table, one a token. Where queries have other angles than keys,
+            theirs stand behind those of keys: [M, 2 half].
         sin: Likewise.
         gains: Of the norms of queries and of keys, in the dtype of the heads; None for models
             without these norms.
@@ -19,6 +20,16 @@ class Rotation(NamedTuple):
     cos: Float32[Array, "M half"]
     sin: Float32[Array, "M half"]
     gains: tuple[Activation[Array, " C"], Activation[Array, " C"]] | None = None
+
+
+def angles_of_keys(rows: Float32[Array, "M X"], channels: int) -> Float32[Array, "M half"]:
+    """Cosines or sines of a rotation that turn keys of so many channels."""
+    return rows[:, : channels // 2]
+
+
+def angles_of_queries(rows: Float32[Array, "M X"], channels: int) -> Float32[Array, "M half"]:
+    """Those that turn queries: the same, unless the rotation has two."""
+    return rows[:, rows.shape[1] - channels // 2 :]
 
 
 def check_tokens(
@@ -36,5 +47,8 @@ def check_tokens(
             f"{qkv.shape=}, {cos.shape=} and {sin.shape=} must have a row for each of "
             f"{positions.shape=}"
         )
+    half = qkv.shape[2] // 2
+    if cos.shape != sin.shape or cos.shape[1] not in (half, 2 * half):
+        raise ValueError(f"{cos.shape=} and {sin.shape=} must have {half} angles, or {2 * half}")
     if page_table.shape[0] != positions.shape[0]:
         raise ValueError(f"{page_table.shape=} must have a row for each of {positions.shape=}")

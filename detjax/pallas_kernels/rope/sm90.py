@@ -93,13 +93,22 @@ class LoadedHeads:
         return [p.astype(dtype) for p in _rotate(*parts, self.cos, self.sin, tile)]
 
 
-def load_heads(x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile) -> LoadedHeads:
-    """Load heads of a token [M, J, C], its cosines and sines, and the gain unless it is None."""
-    halves = halves_of(x_gmem.shape[2])
+def load_heads(
+    x_gmem, heads, token, cos_gmem, sin_gmem, gain_gmem, tile, *, are_queries: bool = False
+) -> LoadedHeads:
+    """Load heads of a token [M, J, C], its cosines and sines, and the gain unless it is None.
+
+    Where a row has two kinds of angles, those of queries are the second.
+    """
+    channels, num_angles = x_gmem.shape[2], cos_gmem.shape[1]
+    halves, angles = halves_of(channels), (token,)
+    if num_angles != channels // 2:
+        start = num_angles - channels // 2 if are_queries else 0
+        angles = token, pl.ds(start, channels // 2)
     return LoadedHeads(
         parts=[tile.whole.load(x_gmem.at[token, heads, c]) for c in halves],
-        cos=tile.per_col.load(cos_gmem.at[token]),
-        sin=tile.per_col.load(sin_gmem.at[token]),
+        cos=tile.per_col.load(cos_gmem.at[angles]),
+        sin=tile.per_col.load(sin_gmem.at[angles]),
         gains=[] if gain_gmem is None else [tile.per_col.load(gain_gmem.at[c]) for c in halves],
         tile=tile,
     )
@@ -244,7 +253,7 @@ def qk_norm_rope_write(
             first = _first_head(index, q_tile, num_heads)
             queries = load_heads(
                 q_gmem, pl.ds(starts[0] + first, q_tile.rows), token, cos_gmem, sin_gmem,
-                q_gain_gmem, q_tile,
+                q_gain_gmem, q_tile, are_queries=True,
             )  # fmt: skip
             for c, part in zip(halves, queries.rotated(eps=eps), strict=True):
                 q_out[token, pl.ds(first, q_tile.rows), c] = part
