@@ -50,6 +50,11 @@ def modules_with_array_types() -> list[str]:
     ]
 
 
+# Shapes and dtypes are checked at each call. Modules without them are left to pyright.
+# WHY: here, because the conftest.py of a folder that is named is read before pytest_configure.
+jaxtyping.install_import_hook(modules_with_array_types(), "beartype.beartype")
+
+
 def pytest_addoption(parser):
     """Options of the shards."""
     add_options(parser)
@@ -61,8 +66,6 @@ def pytest_configure(config):
     What is proven of new processes is proven in processes of their own, which are not told of the
     folder and compile afresh.
     """
-    # Shapes and dtypes are checked at each call. Modules without them are left to pyright.
-    jaxtyping.install_import_hook(modules_with_array_types(), "beartype.beartype")
     config.pluginmanager.register(ShardPlugin(config))
     workerinput = getattr(config, "workerinput", None)
     kept = os.environ.pop(KEPT, None)
