@@ -57,12 +57,11 @@ def why_unsupported(
 
 def why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None:
     """What of this model no run has proven with these kernels, though they may take it."""
-    is_hybrid = config.linear_attention is not None
+    withheld, is_hybrid = kernels.withheld, config.linear_attention is not None
     reasons = (
-        kernels.withheld_linear_attention if is_hybrid else "",
-        kernels.withheld_linear_ranks if is_hybrid and tp > 1 else "",
-        kernels.withheld_query_angles if config.query_rope is not None else "",
-        kernels.withheld_shared_experts if config.has_shared_expert else "",
+        withheld.linear_ranks if is_hybrid and tp > 1 else "",
+        withheld.query_angles if config.query_rope is not None else "",
+        withheld.shared_experts if config.has_shared_expert else "",
     )
     return next(filter(None, reasons), None)
 

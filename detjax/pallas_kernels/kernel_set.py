@@ -12,6 +12,7 @@ from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
+from detjax.pallas_kernels.withheld import Withheld
 
 
 class KernelSet(Protocol):
@@ -29,15 +30,7 @@ class KernelSet(Protocol):
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
-        withheld_linear_attention: Why models with layers of linear attention are refused; empty if
-            they are not.
-        withheld_linear_ranks: The same of linear attention where ranks share a layer.
-        withheld_query_angles: The same of models whose queries have other angles than keys.
-        withheld_shared_experts: The same of mixtures with an expert that every token has.
-        withheld_head_ranks: The same of EAGLE-3 heads where ranks share the model's layers.
-        withheld_expert_gradients: Why mixtures of experts have no canonical backward pass; empty if
-            they have.
-        withheld_shared_training: Why ranks of a trainer do not share layers; empty if they do.
+        withheld: What it refuses until a run has shown the bits.
     """
 
     takes_every_model: bool
@@ -45,13 +38,7 @@ class KernelSet(Protocol):
     steps_beat_xla: bool
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
-    withheld_linear_attention: str
-    withheld_linear_ranks: str
-    withheld_query_angles: str
-    withheld_shared_experts: str
-    withheld_head_ranks: str
-    withheld_expert_gradients: str
-    withheld_shared_training: str
+    withheld: Withheld
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

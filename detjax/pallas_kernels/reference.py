@@ -57,15 +57,14 @@ from detjax.pallas_kernels.sampling.reference import nucleus_sums as nucleus_sum
 from detjax.pallas_kernels.sampling.reference import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.softcap.reference import softcap as softcap
 from detjax.pallas_kernels.swiglu.reference import swiglu as swiglu
+from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = False
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_linear_attention = withheld_linear_ranks = withheld_head_ranks = ""
-withheld_expert_gradients = withheld_shared_training = ""
-withheld_query_angles = withheld_shared_experts = ""
+withheld = Withheld()
 
 
 def why_not_here() -> str | None:

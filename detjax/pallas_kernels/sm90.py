@@ -60,38 +60,42 @@ from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_tok
 from detjax.pallas_kernels.sm90_here import why_not_here as why_not_here
 from detjax.pallas_kernels.softcap.sm90 import softcap as softcap
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
+from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld_linear_attention = ""
-withheld_linear_ranks = (
-    "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs has "
-    "shown its bits; use tp=1, or the backend reference or portable"
-)
-withheld_query_angles = (
-    "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
-    "kernels that turn queries and keys by different angles; use the backend reference or "
-    "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
-    "query is scaled"
-)
-withheld_shared_experts = (
-    "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture with "
-    "one; use the backend reference or portable"
-)
-withheld_head_ranks = (
-    "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown their "
-    "bits; use tp=1, dp for more devices, or backend portable"
-)
-withheld_expert_gradients = (
-    "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has shown "
-    "their bits; give backward=Backward.XLA (--backward xla), or the backend reference or portable"
-)
-withheld_shared_training = (
-    "ranks that share layers in training are withheld on sm90: no run on several GPUs has shown "
-    "their bits; leave out shares_layers (--trainer-tp), or give the backend reference or portable"
+withheld = Withheld(
+    linear_ranks=(
+        "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs "
+        "has shown its bits; use tp=1, or the backend reference or portable"
+    ),
+    query_angles=(
+        "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
+        "kernels that turn queries and keys by different angles; use the backend reference or "
+        "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
+        "query is scaled"
+    ),
+    shared_experts=(
+        "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture "
+        "with one; use the backend reference or portable"
+    ),
+    head_ranks=(
+        "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "
+        "their bits; use tp=1, dp for more devices, or backend portable"
+    ),
+    expert_gradients=(
+        "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
+        "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "
+        "or portable"
+    ),
+    shared_training=(
+        "ranks that share layers in training are withheld on sm90: no run on several GPUs has "
+        "shown their bits; leave out shares_layers (--trainer-tp), or give the backend reference "
+        "or portable"
+    ),
 )
 
 

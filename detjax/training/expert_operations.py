@@ -173,7 +173,7 @@ def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, dtype: jnp.dtype
 
     # ORDER: a slot's row by its expert alone, K in order, as forward; slots of a row left to right.
     """
-    if withheld := KERNELS[sums.backend].withheld_expert_gradients:
+    if withheld := KERNELS[sums.backend].withheld.expert_gradients:
         raise NotImplementedError(withheld)
     x, expert_ids, w_gate_up, w_down = args
     num_rows, top_k = expert_ids.shape

@@ -382,11 +382,11 @@ def _check_training(
             "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
         )
     if backward is Backward.CANONICAL and model.config.experts is not None:
-        if withheld := KERNELS[model.backend].withheld_expert_gradients:
+        if withheld := KERNELS[model.backend].withheld.expert_gradients:
             raise ValueError(withheld)
     if tp > 1 and lora is not None:
         raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
-    if tp > 1 and (withheld := KERNELS[model.backend].withheld_shared_training):
+    if tp > 1 and (withheld := KERNELS[model.backend].withheld.shared_training):
         raise ValueError(withheld)
     if why := why_layers_not_shared(model.config, model.profile, tp, backward):
         raise ValueError(why)

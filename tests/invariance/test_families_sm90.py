@@ -31,6 +31,7 @@ from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
@@ -42,11 +43,11 @@ CASES = (
     "ministral3", "qwen2_moe", "qwen3_5_moe",
 )  # fmt: skip
 WITHHELD = {
-    "ministral3": "withheld_query_angles",
-    "qwen2_moe": "withheld_shared_experts",
-    "qwen3_5_moe": "withheld_shared_experts",
+    "ministral3": "query_angles",
+    "qwen2_moe": "shared_experts",
+    "qwen3_5_moe": "shared_experts",
 }
-"""Cases that `sm90` refuses until the tests here have run on a GPU, and the field that says so."""
+"""Cases that `sm90` refuses until the tests here have run on a GPU, and the field of `Withheld`."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 MAX_DISTANCE = 0.12
@@ -84,7 +85,7 @@ def config_of(case: str) -> ModelConfig:
 def model(case: str, backend: Backend = Backend.SM90) -> LoadedModel:
     with contextlib.ExitStack() as stack:
         if case in WITHHELD:
-            stack.enter_context(mock.patch.object(sm90, WITHHELD[case], ""))
+            stack.enter_context(mock.patch.object(sm90, "withheld", Withheld()))
         return dummy_model(config_of(case), backend=backend)
 
 
@@ -234,7 +235,8 @@ def test_whole_answers_have_the_bits_of_the_reference(case):
 @pytest.mark.parametrize("case", WITHHELD)
 def test_what_no_gpu_has_shown_is_withheld_by_name(case):
     reason = why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1)
-    assert reason == getattr(sm90, WITHHELD[case]) and "withheld on sm90: no run on a GPU" in reason
+    assert reason == getattr(sm90.withheld, WITHHELD[case])
+    assert "withheld on sm90: no run on a GPU" in reason
 
 
 @pytest.mark.gpu

@@ -152,7 +152,7 @@ def expected_params(config: ModelConfig, tensors: dict, *, tp: int, dtype, block
         key = path[-1].key
         if key in ("k", "v", "k_bias", "v_bias"):
             return heads(tensor)
-        if key in ("lm_head", "router"):
+        if key in ("lm_head", "router", "shared_gate"):
             multiple = tp * block if key == "lm_head" else 64
             padding = np.zeros((-len(tensor) % multiple, tensor.shape[1]), tensor.dtype)
             return np.concatenate([tensor, padding])

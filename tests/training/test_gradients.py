@@ -17,6 +17,7 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import TP_AXIS, make_mesh
 from detjax.testing import (
     assert_bitwise_equal,
@@ -199,14 +200,13 @@ def test_a_canonical_gradient_of_experts_is_refused_where_it_is_withheld(
     model_named, sequences, monkeypatch
 ):
     model = model_named("experts")
-    monkeypatch.setattr(
-        KERNELS[model.backend], "withheld_expert_gradients", "not shown; give --backward xla"
-    )
+    withheld = Withheld(expert_gradients="not shown; give --backward xla")
+    monkeypatch.setattr(KERNELS[model.backend], "withheld", withheld)
     with pytest.raises(NotImplementedError, match="not shown; give --backward xla"):
         gradient(model, pack(sequences, length=89))
     with pytest.raises(ValueError, match="not shown; give --backward xla"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
-    assert "--backward xla" in KERNELS[Backend.SM90].withheld_expert_gradients
+    assert "--backward xla" in KERNELS[Backend.SM90].withheld.expert_gradients
 
 
 def test_rows_of_short_sequences_share_blocks(weighted, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_training_pass_on_sm90_writes_no_reference():
 @pytest.mark.slow
 def test_a_training_pass_of_experts_is_traced_for_sm90(monkeypatch):
     """Every kernel checks its operands: shapes and dtypes that it does not take are refused."""
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld_expert_gradients", "", raising=False)
+    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
     config = dummy_config(
         hidden_size=128, head_dim=64, num_layers=1, experts=(8, 3), expert_width=128
     )

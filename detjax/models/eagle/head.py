@@ -263,7 +263,7 @@ def place_eagle_head(
             its ranks, or the ranks cannot share the channels of its embedding.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
-    withheld = KERNELS[model.backend].withheld_head_ranks
+    withheld = KERNELS[model.backend].withheld.head_ranks
     if tp > 1 and withheld:
         raise ValueError(f"an EAGLE-3 head with {tp=}: {withheld}")
     if eagle.layer.hidden_size % tp:

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend has kernels for, and refuses until a run has shown the bits."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Withheld:
+    """Why each is refused and what to do instead; empty where it is not.
+
+    Attributes:
+        linear_ranks: Linear attention where ranks share a layer.
+        query_angles: Models whose queries have other angles than keys.
+        shared_experts: Mixtures with an expert that every token has.
+        head_ranks: EAGLE-3 heads where ranks share the model's layers.
+        expert_gradients: A canonical backward pass of mixtures of experts.
+        shared_training: Ranks of a trainer that share layers.
+    """
+
+    linear_ranks: str = ""
+    query_angles: str = ""
+    shared_experts: str = ""
+    head_ranks: str = ""
+    expert_gradients: str = ""
+    shared_training: str = ""
