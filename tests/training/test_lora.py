@@ -173,7 +173,8 @@ def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
     exact = [row for row in rows if row["rollout"] == "invariant"]
     other = [row for row in rows if row["rollout"] == "merged"]
     assert [row["kl"] for row in exact] == [0.0] * 3
-    assert all(row["num_different"] == 0 and row["gradient_norm"] > 0 for row in exact)
+    assert all(row["num_different"] == 0 for row in exact)
+    assert exact[0]["gradient_norm"] > 0  # the others may have rewards that are all equal
     assert other[0]["kl"] == 0, "B is zero before the first update"
     assert all(row["num_different"] > 0 for row in other[1:])
     saved = ["--rollout", "invariant", "--save", str(tmp_path / "state")]
