@@ -256,7 +256,8 @@ def _static_value(value: Any) -> Any:
         if not kind.__module__.startswith(_PACKAGE):
             raise FormError(f"it has a tree with {value!r}")
         return {"module": kind.__module__, "enum": kind.__name__, "member": value.name}
-    if value is not None and not isinstance(value, (bool, int, str)):
+    # What JSON writes of a float is read as the same float.
+    if value is not None and not isinstance(value, (bool, int, float, str)):
         raise FormError(f"it has a tree with {value!r:.200}")
     return value
 

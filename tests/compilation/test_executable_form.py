@@ -18,7 +18,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.linear.quantized import CodeType, pack_matrix
+from detjax.pallas_kernels.linear.quantized import CodeType, W8A8Matrix, pack_matrix
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 
@@ -67,6 +67,20 @@ def test_a_quantised_matrix_is_an_operand_that_comes_back():
     other = dataclasses.replace(matrix, has_small_scales=False)
     with pytest.raises(TypeError):
         read(other)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.1, 1200.0])
+def test_a_matrix_for_8_bit_rows_is_an_operand_that_comes_back(bound):
+    """Its static fields are a float and an enumeration; one bit of the float is another program."""
+    matrix = W8A8Matrix(
+        values=jnp.ones((32, 64), jnp.int8), scales=jnp.ones(32, jnp.float32), row_bound=bound
+    )
+    program = compiled(lambda w: w.values.sum(), matrix)
+    read = again(program)
+    assert read.in_tree == program.in_tree
+    assert_bitwise_equal(read(matrix), program(matrix), claim="read")
+    with pytest.raises(TypeError):
+        read(dataclasses.replace(matrix, row_bound=np.nextafter(bound, 2000.0).item()))
 
 
 def test_other_bytes_are_refused():
