@@ -10,6 +10,8 @@ LARGEST: Mapping[str, int] = {
     "intermediate_size": 2**24,
     "max_position_embeddings": 2**60,
     "moe_intermediate_size": 2**24,
+    "n_routed_experts": 2**16,
+    "n_shared_experts": 2**10,
     "num_attention_heads": 2**14,
     "num_experts": 2**16,
     "num_hidden_layers": 2**13,

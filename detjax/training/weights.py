@@ -72,6 +72,7 @@ def why_not_trained(config: ModelConfig) -> str | None:
         "linear attention": config.linear_attention is not None,
         "experts with biases": config.has_clamped_experts,
         "a shared expert": config.has_shared_expert,
+        "a router of sigmoids": config.has_sigmoid_router,
         "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]
