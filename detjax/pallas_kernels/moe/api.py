@@ -87,7 +87,7 @@ def route_by_sigmoid(
         weights.
 
     Raises:
-        ValueError: If `top_k` is not from 1 to U, or there are less than U logits or corrections.
+        ValueError: If `top_k` is not from 1 to U, or there are less than U logits.
 
     Numerics:
         float32 throughout, each sum, quotient and product rounded on its own; `scale` and 1e-20 are
@@ -99,8 +99,6 @@ def route_by_sigmoid(
         DeepSeek-AI 2024, arXiv:2412.19437, with one group of experts.
     """
     _check_logits(logits, num_experts, top_k)
-    if correction.shape[0] < num_experts:
-        raise ValueError(f"{correction.shape=} must have a number for each of {num_experts=}")
     return KERNELS[backend].route_by_sigmoid(
         logits, correction, num_experts=num_experts, top_k=top_k, renormalise=renormalise,
         scale=scale,
