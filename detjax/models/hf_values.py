@@ -17,6 +17,8 @@ LARGEST: Mapping[str, int] = {
     "num_hidden_layers": 2**13,
     "num_key_value_heads": 2**14,
     "num_local_experts": 2**16,
+    "num_mtp_layers": 2**13,
+    "num_nextn_predict_layers": 2**13,
     "original_max_position_embeddings": 2**60,
     "shared_expert_intermediate_size": 2**24,
     "sliding_window": 2**30,

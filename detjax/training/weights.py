@@ -18,6 +18,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.config import Gating, ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
+    ParamRole,
     ParamSpec,
     TensorSpec,
     by_param,
@@ -66,7 +67,8 @@ def why_not_trained(config: ModelConfig) -> str | None:
         "soft caps": config.attention_softcap is not None or config.logits_softcap is not None,
         "GeGLU": config.gating is not Gating.SWIGLU,
         "gains in float32": any(
-            spec.is_wide for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
+            spec.is_wide and spec.role is ParamRole.GAIN
+            for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
         ),
         "sinks": config.has_sinks,
         "linear attention": config.linear_attention is not None,
