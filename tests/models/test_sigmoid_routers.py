@@ -11,16 +11,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from detjax.models import abstract
+from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
+from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import config_from_hf, load_config
-from detjax.models.params import param_specs
+from detjax.models.params import num_params, param_specs
 from detjax.models.weights.load import load_params
 from detjax.models.weights.named import load_named_params
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import sm90
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
 from detjax.training.weights import why_not_trained
 
+from .published_configs import LOADED
+
 HF = Path(__file__).parents[1] / "golden" / "hf"
+PUBLISHED = {
+    "GLM-4.5-Air": (106.852251264, "sigmoid_routers"),
+    "GLM-4.5": (352.797829024, "sigmoid_routers"),
+    "Qwen3-Next-80B-A3B-Instruct": (79.674391296, "shared_experts"),
+}
+"""Parameters in billions, and what `sm90` withholds of it."""
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "vocab_block": 64}
 
 
@@ -32,6 +46,37 @@ def config(case: str, **changes) -> ModelConfig:
 def assert_same_params(got, want) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_bitwise_equal(np.asarray(a), np.asarray(b), claim="the same weights")
+
+
+# ------------------------------------------------------------------------------ published sizes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_their_parameters_and_a_plan(name):
+    """On `sm90` what no GPU has shown is refused by name. Its kernels would take the sizes."""
+    billions, withheld = PUBLISHED[name]
+    made, profile = config_from_hf(LOADED[name][0]), NumericsProfile()
+    assert num_params(made) == round(billions * 1e9)
+    assert why_unsupported(made, profile, Backend.PORTABLE, 1) is None
+    assert why_unsupported(made, profile, Backend.SM90, 1) == getattr(sm90.withheld, withheld)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_kernels_take_published_sizes(name):
+    made, profile = config_from_hf(LOADED[name][0]), NumericsProfile()
+    assert why_unsupported(made, profile, Backend.REFERENCE, 1) is None
+    for tp in (1, 2):
+        assert abstract._why_not_traced(made, profile, Backend.SM90, tp) is None
+
+
+def test_ranks_that_a_published_size_does_not_allow_are_named():
+    """A dense layer of GLM-4.5-Air has four leaves, whose quarter no tile of Hopper has."""
+    air, profile = config_from_hf(LOADED["GLM-4.5-Air"][0]), NumericsProfile()
+    with pytest.raises(ValueError, match=r"tp=8 does not divide the 4 leaves of down_proj"):
+        check_mesh(air, profile, 8)
+    reason = abstract._why_not_traced(air, profile, Backend.SM90, 4)
+    assert reason is not None and "N to be a multiple of 64, not 5472" in reason
 
 
 # --------------------------------------------------------------------------------------- GLM-4.5
