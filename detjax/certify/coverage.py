@@ -77,9 +77,16 @@ REFUSED: dict[tuple[str, Backend], str] = {
 that, and finds the same."""
 
 
+PUBLISHED_HEAD_DIM = 128
+"""Channels of a head, of most published models."""
+
+
 def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
     """Return why each backend refuses published models of a family, by dtype, without tracing."""
-    config = config_from_hf({"architectures": [family.architectures[0]]})
+    # WHY: GLM-4.5 has no heads by default, and what is withheld does not depend on their channels.
+    config = config_from_hf(
+        {"architectures": [family.architectures[0]], "head_dim": PUBLISHED_HEAD_DIM}
+    )
     withheld = {backend: why_withheld(config, KERNELS[backend], 1) for backend in Backend}
     return REFUSED | {
         (dtype, backend): why for dtype in DTYPES for backend, why in withheld.items() if why

@@ -652,7 +652,7 @@ FAMILIES: tuple[Family, ...] = (
             shared_width="shared_expert_intermediate_size",
         ),
     ),
-    # GLM-4.5, 4.5-Air, 4.6 and 4.7: experts chosen by sigmoids, a shared one, dense layers first.
+    # GLM-4.5 and GLM-4.5-Air: experts chosen by sigmoids, a shared one, dense layers first.
     Family(
         name="glm4_moe",
         architectures=("Glm4MoeForCausalLM",),
