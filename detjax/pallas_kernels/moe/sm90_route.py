@@ -48,7 +48,7 @@ def key_of(value, is_expert):
 
 
 def choose(experts: list, keys: list, top_k: int) -> list:
-    """The experts of the greatest keys of a warp, equal ones by id, and their keys.
+    """The experts of the greatest keys of a warp, equal ones by id, and the values of the keys.
 
     Every lane gets all of them. Keys of those that are chosen become `_USED`.
     """
@@ -67,7 +67,7 @@ def choose(experts: list, keys: list, top_k: int) -> list:
         for i, expert in enumerate(experts):
             is_found = arith.cmpi(arith.CmpIPredicate.eq, expert, found)
             keys[i] = arith.select(is_found, used, keys[i])
-        chosen.append((found, best))
+        chosen.append((found, arith.bitcast(ir.F32Type.get(), _flip(best))))
     return chosen
 
 
@@ -90,10 +90,7 @@ def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
         experts.append((expert, is_expert))
         values.append(arith.select(is_expert, value, mgpu.c(-np.inf, f32)))
     keys = [key_of(value, is_expert) for (_, is_expert), value in zip(experts, values, strict=True)]
-    chosen = [
-        (found, arith.bitcast(f32, _flip(best)))
-        for found, best in choose([expert for expert, _ in experts], keys, top_k)
-    ]
+    chosen = choose([expert for expert, _ in experts], keys, top_k)
     greatest = chosen[0][1]
     terms = [mlir_math.exp(sub(value, greatest)) for _, value in chosen]
     if renormalise:
