@@ -23,7 +23,7 @@ from detjax.parallel.mesh import DP_AXIS
 
 ROOM_STEP_BYTES = 2**26
 _PREFIX_SHARE = 8
-"""Of how many pages one is for prefixes of local layers."""
+"""For how many pages there is one of local layers for prefixes, at least."""
 CPU_CACHE_BYTES = 2**30
 """Most that a cache takes of the host's memory where nobody says how much; a quarter of what is
 free where that is less."""
@@ -74,16 +74,39 @@ def least_local(model: LoadedModel, config: EngineConfig) -> int:
 def enough_local(model: LoadedModel, config: EngineConfig, num_pages: int) -> int:
     """Pages of local layers that go with `num_pages`, over all replicas.
 
-    Those of running sequences, and an eighth of `num_pages` for prefixes: a prefix is found where
-    the pages that its last token reads are still there. 0 where that is no fewer than the others
-    have, or not possible.
+    0, which gives these layers the pages of the others, where it is no fewer or not possible.
     """
     least, dp = least_local(model, config), model.mesh.shape[DP_AXIS]
     is_withheld = KERNELS[model.backend].withheld.local_pages
-    if not least or is_withheld or config.draft_weights in DRAFTS_OF_OTHERS:
+    if is_withheld or config.draft_weights in DRAFTS_OF_OTHERS:
         return 0
-    wanted = least + num_pages // _PREFIX_SHARE // dp * dp
+    return least and with_prefixes(least, num_pages, *page_bytes(model), dp=dp)
+
+
+def with_prefixes(least: int, num_pages: int, of_others: int, of_local: int, *, dp: int) -> int:
+    """Local pages for running sequences and for prefixes; 0 if they are no fewer than the others.
+
+    A prefix is found where the pages that its last token reads are still there. For an eighth of
+    all pages there is such a page, or for so many that these take the bytes of the others.
+
+    Args:
+        least: What running sequences need.
+        num_pages: Of the others.
+        of_others: Bytes of a page.
+        of_local: Bytes of a local page.
+        dp: Replicas, each with as many.
+    """
+    share = max(_PREFIX_SHARE, -(-of_local // of_others))
+    wanted = least + num_pages // share // dp * dp
     return wanted if wanted < num_pages else 0
+
+
+def page_bytes(model: LoadedModel, draft_model: AnyDraftModel | None = None) -> tuple[int, int]:
+    """Bytes of a page of every replica on a device: of other layers, and of local ones."""
+    dp, size = model.mesh.shape[DP_AXIS], model.mesh.size
+    both = cache_bytes(model, dp, draft_model, num_local_pages=dp)
+    of_others = cache_bytes(model, 2 * dp, draft_model, num_local_pages=dp) - both
+    return of_others // size, (both - of_others) // size
 
 
 def check_local_pages(model: LoadedModel, config: EngineConfig) -> None:
@@ -203,10 +226,7 @@ def pages_that_fit(
             return size // model.mesh.size <= room
 
         # At most: if local layers took nothing. The first count that does not fit, less one.
-        of_others = (
-            cache_bytes(model, 2 * dp, draft_model, num_local_pages=dp) - a_page * model.mesh.size
-        )
-        most = room // (of_others // model.mesh.size) + 1
+        most = room // page_bytes(model, draft_model)[0] + 1
         counts = range(num_pages // dp + 1, most + 1)
         num_pages = dp * (counts.start + bisect_left(counts, True, key=lambda n: not fits(n)) - 1)
     if not num_pages:
