@@ -91,6 +91,10 @@ withheld = Withheld(
         "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "
         "their bits; use tp=1, dp for more devices, or backend portable"
     ),
+    local_pages=(
+        "local layers with a page table of their own are withheld on sm90: no run on a GPU has "
+        "shown their bits; leave num_local_pages out (0), or use the backend reference or portable"
+    ),
     expert_gradients=(
         "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
         "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "
