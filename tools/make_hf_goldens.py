@@ -797,6 +797,51 @@ CASES = (
         ),
     ),
     Case(
+        name="qwen3_next",
+        what="qwen3_5 of two layers with projections joined by heads of keys, 4 experts, 2 of a "
+        "token, and a shared expert with a gate; a dense layer by mlp_only_layers",
+        model_type="qwen3_next",
+        seed=20701,
+        config={
+            **QWEN3_5_CONFIG,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {**plain_rope(10000000.0), "partial_rotary_factor": 0.25},
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [0],
+        },
+        control=Control(
+            what="no gate of the shared expert", fill={"shared_expert_gate.weight": 0.0}
+        ),
+    ),
+    Case(
+        name="glm4_moe",
+        what="experts chosen by sigmoids and a correction that does not weigh, 2 of 4, of which "
+        "weights add up to 2.5, a shared expert without a gate, a dense layer first; half of the "
+        "channels rotated, biases on q, k and v, norms on the heads of q and k",
+        model_type="glm4_moe",
+        seed=2501,
+        config={
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {**plain_rope(1000000.0), "partial_rotary_factor": 0.5},
+        },
+        control=Control(
+            what="no correction in the choice", fill={"gate.e_score_correction_bias": 0.0}
+        ),
+    ),
+    Case(
         name="gpt_oss_bfloat16",
         what="gpt_oss with experts in bfloat16, without biases in attention",
         model_type="gpt_oss",
@@ -919,7 +964,7 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
     generator = torch.Generator().manual_seed(case.seed)
     std = init_std(case)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights_of(model):
             if "norm" in name.split(".")[-2]:
                 value = torch.rand(parameter.shape, generator=generator) + 0.5
                 # Gains are 1 + w, but for those of gated norms.
@@ -937,11 +982,35 @@ def random_model(case: Case) -> transformers.PreTrainedModel:
                 value = torch.randn(parameter.shape, generator=generator) * std
             if case.is_mxfp4 and name.endswith(MXFP4_TENSORS):
                 value = mxfp4_values(*mxfp4_codes(value)).transpose(1, 2)
-            parameter.copy_(value.bfloat16())
+            parameter.copy_(value if is_wide(case, name) else value.bfloat16())
     return model
 
 
-ONE_PLUS_GAINS = ("gemma", "qwen3_5")
+def weights_of(model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint holds, by name."""
+    yield from model.named_parameters()
+    held = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in held)
+
+
+def is_wide(case: Case, name: str) -> bool:
+    """Whether transformers keeps a weight in float32, so that it is no bf16 value here."""
+    return case.model_type == "glm4_moe" and name.endswith(ROUTER_OF_SIGMOIDS)
+
+
+def save_model(case: Case, folder: Path) -> None:
+    """Write the random model of a case as a Hugging Face folder."""
+    model = random_model(case)
+    wide = {name: w.clone() for name, w in weights_of(model) if is_wide(case, name)}
+    model.to(case.disk_dtype)
+    for name, weight in weights_of(model):
+        if name in wide:
+            weight.data = wide[name]
+    model.save_pretrained(folder)
+
+
+ONE_PLUS_GAINS = ("gemma", "qwen3_5", "qwen3_next")
+ROUTER_OF_SIGMOIDS = ("mlp.gate.weight", "e_score_correction_bias")
 MXFP4_TENSORS = ("experts.gate_up_proj", "experts.down_proj")
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_BLOCK = 32
@@ -1017,11 +1086,16 @@ def router_margin(model, ids: Sequence[int], positions: Sequence[int]) -> float:
     """Least gap between the last expert chosen and the next, over layers and chosen positions."""
     with torch.inference_mode():
         out = model(torch.tensor([ids]), use_cache=False, output_router_logits=True)
-    best = [
-        logits.reshape(len(ids), -1)[list(positions)].topk(model.config.num_experts_per_tok + 1)
-        for logits in out.router_logits
-    ]
-    return min(float((b.values[:, -2] - b.values[:, -1]).min()) for b in best)
+    held = model.state_dict()
+    corrections = [held[name] for name in held if name.endswith("e_score_correction_bias")]
+    margins = []
+    for layer, logits in enumerate(out.router_logits):
+        logits = logits.reshape(len(ids), -1)[list(positions)]
+        # A sigmoid moves by a quarter of what its logit does, or less.
+        scores = 4 * (logits.sigmoid() + corrections[layer]) if corrections else logits
+        best = scores.topk(model.config.num_experts_per_tok + 1).values
+        margins.append(float((best[:, -2] - best[:, -1]).min()))
+    return min(margins)
 
 
 def greedy(model, prompt_ids: Sequence[int]) -> tuple[list[int], list[float]]:
@@ -1135,7 +1209,7 @@ def control_change(folder: Path, case: Case, prompts, tensors: dict[str, torch.T
         setattr(config, key, value)
     model = load_model(folder, torch.float32, config=config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights_of(model):
             for suffix, value in case.control.fill.items():
                 if name.endswith(suffix):
                     parameter.fill_(value)
@@ -1203,7 +1277,7 @@ def versions() -> dict:
 def make_case(case: Case, folder: Path) -> dict:
     """Write one folder and return its row of the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    random_model(case).to(case.disk_dtype).save_pretrained(folder)
+    save_model(case, folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     if case.is_mxfp4:
         store_in_mxfp4(folder)

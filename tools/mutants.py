@@ -39,6 +39,7 @@ SPECULATION = "tests/engine/test_speculation.py"
 CHOICE, ROUNDING = "tests/engine/test_choice.py", "tests/pallas_kernels/test_rounding.py"
 DELTA_RULE = "tests/pallas_kernels/test_delta_rule_sm90.py"
 PINNED = "tests/invariance/test_pinned.py"
+SIGMOID_ROUTER = "tests/pallas_kernels/test_sigmoid_router.py"
 FLOAT8_CACHE = "tests/pallas_kernels/test_float8_cache.py"
 
 
@@ -714,6 +715,18 @@ MUTANTS = (
             ),
         ),
         tests=(f"{FLOAT8_CACHE}::test_each_bfloat16_becomes_the_nearest_float8",),
+    ),
+    Mutant(
+        name="weight-with-a-correction",
+        fault="a router of sigmoids weighs experts by what it chose them by",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/moe/portable.py",
+                old="jnp.take_along_axis(scores[:num_rows], expert_ids, axis=1)",
+                new="jnp.take_along_axis(ranked[:num_rows], expert_ids, axis=1)",
+            ),
+        ),
+        tests=(f"{SIGMOID_ROUTER}::test_the_choice_and_its_weights_are_as_specified",),
     ),
     Mutant(
         name="state-of-a-failed-draft",

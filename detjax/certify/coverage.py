@@ -77,9 +77,22 @@ REFUSED: dict[tuple[str, Backend], str] = {
 that, and finds the same."""
 
 
+PUBLISHED_HEAD_DIM = 128
+"""Channels of a head, of most published models."""
+
+
+def typical_config(family: Family) -> ModelConfig:
+    """A family's defaults, as a model.
+
+    Where it has no heads by default, as their width is no multiple of their number, those of most.
+    """
+    head_dim = family.defaults["head_dim"] or PUBLISHED_HEAD_DIM
+    return config_from_hf({"architectures": [family.architectures[0]], "head_dim": head_dim})
+
+
 def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
     """Return why each backend refuses published models of a family, by dtype, without tracing."""
-    config = config_from_hf({"architectures": [family.architectures[0]]})
+    config = typical_config(family)
     withheld = {backend: why_withheld(config, KERNELS[backend], 1) for backend in Backend}
     return REFUSED | {
         (dtype, backend): why for dtype in DTYPES for backend, why in withheld.items() if why

@@ -61,6 +61,7 @@ def why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None
     reasons = (
         withheld.linear_ranks if is_hybrid and tp > 1 else "",
         withheld.query_angles if config.query_rope is not None else "",
+        withheld.sigmoid_routers if config.has_sigmoid_router else "",
         withheld.shared_experts if config.has_shared_expert else "",
     )
     return next(filter(None, reasons), None)

@@ -96,6 +96,8 @@ class ExpertConfig:
         clamp: Of experts that gate with a clamped SwiGLU; they and their router have biases then.
         shared_width: Gated channels of the expert that every token has beside its own; 0 has none.
         has_shared_gate: Whether its result is multiplied by the sigmoid of a product of the row.
+        sigmoid_scale: Factor on the weights, of a router that weighs by sigmoids and adds a
+            correction to them for the choice alone; it has float32 weights. 0 weighs by a softmax.
     """
 
     num_experts: int
@@ -106,6 +108,7 @@ class ExpertConfig:
     clamp: SwigluClamp | None = None
     shared_width: int = 0
     has_shared_gate: bool = False
+    sigmoid_scale: float = 0.0
 
 
 ROW_ALIGNMENT = 8
@@ -195,6 +198,9 @@ class ModelConfig:
     """Layers that keep a state in place of keys and values; None has none."""
     has_output_gate: bool = False
     """Whether the results of attention are multiplied by sigmoids of a projection of its rows."""
+    num_spare_layers: int = 0
+    """Layers that a checkpoint may hold behind the decoder's: they predict further tokens, and
+    nobody reads them."""
 
     @property
     def ties_table(self) -> bool:
@@ -229,6 +235,11 @@ class ModelConfig:
     def has_shared_expert(self) -> bool:
         """Whether mixtures have an expert that every token has."""
         return self.experts is not None and self.experts.shared_width > 0
+
+    @property
+    def has_sigmoid_router(self) -> bool:
+        """Whether mixtures of experts are chosen by sigmoids."""
+        return self.experts is not None and self.experts.sigmoid_scale != 0
 
     def has_experts(self, layer_idx: int) -> bool:
         """Whether a layer's feed-forward layer is a mixture of experts."""

@@ -60,6 +60,10 @@ class ExpertKeys:
         clamp: Keys of `alpha` and `limit` of a `SwigluClamp`; None where experts gate as others.
         shared_width: Key of the gated channels of an expert that every token has, which has a gate;
             None where there is none.
+        num_shared: Key of how many times an expert's width such an expert has, without a gate; None
+            where there is none.
+        first_dense: Key of how many layers at the start are dense; None of those of none.
+        sigmoid_scale: Key of the factor on weights that are sigmoids; None weighs by a softmax.
     """
 
     num_experts: tuple[str, ...]
@@ -69,6 +73,9 @@ class ExpertKeys:
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
     clamp: tuple[str, str] | None = None
     shared_width: str | None = None
+    num_shared: str | None = None
+    first_dense: str | None = None
+    sigmoid_scale: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +107,8 @@ class Family:
         defaults: Keys this family maps, each with transformers' value where it is absent.
         qkv_bias: Whether q, k and v have biases.
         o_bias: Whether the output projection of attention has one.
-        qk_norm: Whether each head of q and k is normalised.
+        qk_norm: Whether each head of q and k is normalised; a family that maps `use_qk_norm` is
+            told by it.
         windows: Which layers have a sliding window.
         checked: Further keys of this family, each with the only values that are supported.
         inert: Further keys of this family that cannot change a logit, `checked` being as it is.
@@ -118,6 +126,7 @@ class Family:
         is_interleaved: Whether rotary embedding pairs channels 2c and 2c + 1.
         tensor_names: Of a layer's tensors: detjax's name, less ".weight", and the checkpoint's.
         fused: Projections that a checkpoint stores as one, by its name, less ".weight".
+        fused_by_head: Likewise of linear attention: for each head of keys, its rows of each part.
         has_sinks: Whether each query head has a score that takes part in its softmax.
         stacked: How one tensor holds a layer's experts; None where each has its own. A checkpoint
             may have either.
@@ -128,6 +137,8 @@ class Family:
             rotary parameters.
         wrapper: A published model whose text decoder is of this family; None has none.
         spare_tensors: How names of tensors begin that a checkpoint may hold and no text needs.
+        spare_layers: Names of the key of how many layers a checkpoint may hold behind those of the
+            decoder, which predict further tokens and no text needs; empty where there are none.
         rope_inert: Keys of rotary parameters that cannot change a logit of a text.
     """
 
@@ -152,6 +163,7 @@ class Family:
     is_interleaved: bool = False
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_by_head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_sinks: bool = False
     stacked: ExpertStack | None = None
     has_linear_attention: bool = False
@@ -159,4 +171,5 @@ class Family:
     scales_queries: bool = False
     wrapper: Wrapper | None = None
     spare_tensors: tuple[str, ...] = ()
+    spare_layers: tuple[str, ...] = ()
     rope_inert: frozenset[str] = frozenset()

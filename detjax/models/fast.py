@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.models.config import Gating
+from detjax.models.config import ExpertConfig, Gating
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import (
     ForwardContext,
@@ -46,6 +46,7 @@ from detjax.pallas_kernels.linear.quantized import (
     W8A8Matrix,
     expanded,
 )
+from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.pallas_kernels.rope.rotation import Rotation, angles_of_keys, angles_of_queries
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -294,18 +295,33 @@ def scatter_experts(
     return out.at[rows].add(y.astype(jnp.float32) * weights[:, None])
 
 
+def _chosen_experts(
+    config: ExpertConfig, weights: dict, logits: Float32[Array, "M U"]
+) -> tuple[Float32[Array, "M Q"], Int32[Array, "M Q"]]:
+    """Weights and ids of each row's experts."""
+    if config.sigmoid_scale:
+        scores = jax.nn.sigmoid(logits)
+        ranked = scores + weights["router_correction"][None, : config.num_experts]
+        _, expert_ids = lax.top_k(ranked, config.top_k)
+        chosen = jnp.take_along_axis(scores, expert_ids, axis=1) * config.sigmoid_scale
+        total = (jnp.sum(chosen, axis=1, keepdims=True) + SMALLEST_SUM) / config.sigmoid_scale
+    else:
+        chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
+        total = jnp.sum(chosen, axis=1, keepdims=True)
+    return chosen / total if config.renormalise else chosen, expert_ids
+
+
 def _experts(ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]) -> jax.Array:
     """A mixture of experts; the sum, on every rank."""
     config = ctx.config.experts
     assert config is not None  # whoever has a router
-    logits = product(x, weights["router"], jnp.float32)
+    router = weights["router"]
+    logits = product(x.astype(router.dtype), router, jnp.float32)
     if "router_bias" in weights:
         logits = logits + weights["router_bias"].astype(jnp.float32)[None]
     logits = logits[:, : config.num_experts]
     ctx.taps.see("router_logits", logits)
-    chosen, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=1), config.top_k)
-    if config.renormalise:
-        chosen = chosen / jnp.sum(chosen, axis=1, keepdims=True)
+    chosen, expert_ids = _chosen_experts(config, weights, logits)
     ctx.taps.see("expert_ids", expert_ids)
     ctx.taps.see("expert_weights", chosen)
     num_local = weights["expert_down"].shape[0]

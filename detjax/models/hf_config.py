@@ -194,7 +194,7 @@ def _model_config(
         tie_word_embeddings=flag_of(full, "tie_word_embeddings"),
         qkv_bias=_has_bias(family.qkv_bias, full),
         o_bias=_has_bias(family.o_bias, full),
-        qk_norm=family.qk_norm,
+        qk_norm=_has_qk_norm(full, family),
         sliding_windows=windows,
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys(eos_ids)),
@@ -212,6 +212,7 @@ def _model_config(
         logits_softcap=_softcap(full, "final_logit_softcapping"),
         linear_attention=linear,
         has_output_gate=family.has_output_gate,
+        num_spare_layers=_num_spare_layers(values, full, family),
     )
 
 
@@ -303,6 +304,7 @@ def _softcap(values: Mapping[str, Any], key: str) -> float | None:
 def _check_keys(values: Mapping[str, Any], family: Family) -> None:
     """Refuse every key that is not known, and every value that is not computed."""
     mapped = family.defaults.keys() | family.inert | INERT_KEYS | READ_KEYS | ROPE_KEYS
+    mapped = mapped.union(family.spare_layers)
     if family.experts is not None:
         mapped = mapped.union(family.experts.num_experts, family.experts.top_k)
     if family.partial_rotary is not None:
@@ -378,6 +380,19 @@ def _has_bias(rule: BiasRule, values: Mapping[str, Any]) -> bool:
     return rule is BiasRule.ALWAYS
 
 
+def _has_qk_norm(values: Mapping[str, Any], family: Family) -> bool:
+    if "use_qk_norm" in family.defaults:
+        return flag_of(values, "use_qk_norm")
+    return family.qk_norm
+
+
+def _num_spare_layers(given: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> int:
+    """Layers behind the decoder's that a checkpoint may hold."""
+    if not family.spare_layers:
+        return 0
+    return _of_one_name(given, values, family.spare_layers, minimum=0)[1]
+
+
 def _experts(
     given: Mapping[str, Any], values: Mapping[str, Any], family: Family
 ) -> ExpertConfig | None:
@@ -392,26 +407,39 @@ def _experts(
             f"{top_k_name}={top_k} must be at most {name}={num_experts}; correct the file"
         )
     layers = _expert_layers(values) if keys.layers else [True] * int_of(values, "num_hidden_layers")
+    if keys.first_dense is not None:
+        first = int_of(values, keys.first_dense, minimum=0)
+        layers = [i >= first for i in range(len(layers))]
     if not any(layers):
         return None
+    width, shared_width = int_of(values, keys.width), 0
+    if keys.shared_width is not None:
+        shared_width = int_of(values, keys.shared_width)
+    elif keys.num_shared is not None:
+        shared_width = width * int_of(values, keys.num_shared)
     return ExpertConfig(
         num_experts=num_experts,
         top_k=top_k,
-        width=int_of(values, keys.width),
+        width=width,
         renormalise=keys.renormalise is None or flag_of(values, keys.renormalise),
         layers=tuple(layers),
         clamp=None if keys.clamp is None else _clamp(values, *keys.clamp),
-        shared_width=0 if keys.shared_width is None else int_of(values, keys.shared_width),
+        shared_width=shared_width,
         has_shared_gate=keys.shared_width is not None,
+        sigmoid_scale=0.0 if keys.sigmoid_scale is None else number_of(values, keys.sigmoid_scale),
     )
 
 
 def _of_one_name(
-    given: Mapping[str, Any], values: Mapping[str, Any], names: tuple[str, ...]
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    names: tuple[str, ...],
+    *,
+    minimum: int = 1,
 ) -> tuple[str, int]:
     """A number that has several names, and the name that the file uses."""
     used = [name for name in names if name in given] or [names[0]]
-    number = int_of(values, used[0])
+    number = int_of(values, used[0], minimum=minimum)
     if any(values[name] != number for name in used):
         raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in used)} differ; keep one")
     return used[0], number

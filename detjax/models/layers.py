@@ -44,6 +44,7 @@ from detjax.pallas_kernels.moe.api import (
     defers_experts,
     expert_mlp,
     route,
+    route_by_sigmoid,
     route_mlp,
     route_mlp_add_rms_norm,
 )
@@ -419,15 +420,19 @@ def mix_experts(
         logits = linear(x, weights["router"], bias, out_dtype=f32, backend=backend)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     shared = _shared_expert(ctx, weights, x)
+    is_sigmoid = ctx.config.has_sigmoid_router
     if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
-        y, expert_weights = route_mlp(
-            x, logits, experts,
-            top_k=config.top_k, renormalise=config.renormalise, backend=backend,
-        )  # fmt: skip
+        if is_sigmoid:
+            y, expert_weights = _own_experts(ctx, config, weights, x, logits)
+        else:
+            y, expert_weights = route_mlp(
+                x, logits, experts,
+                top_k=config.top_k, renormalise=config.renormalise, backend=backend,
+            )  # fmt: skip
         y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
         late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
         return Stream(residual=late, x=None)
-    if fuses_experts(ctx) and shared is None:
+    if fuses_experts(ctx) and shared is None and not is_sigmoid:
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
             x, logits, experts, residual, gain,
@@ -494,13 +499,15 @@ def _own_experts(
     ctx: ForwardContext, config: ExpertConfig, weights: dict, x: jax.Array, logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What this rank's experts give for each row, and each row's weights of its experts."""
-    expert_ids, expert_weights = route(
-        logits,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        renormalise=config.renormalise,
-        backend=ctx.backend,
-    )
+    options: dict = {
+        "num_experts": config.num_experts, "top_k": config.top_k,
+        "renormalise": config.renormalise, "backend": ctx.backend,
+    }  # fmt: skip
+    if ctx.config.has_sigmoid_router:
+        correction, scale = weights["router_correction"], config.sigmoid_scale
+        expert_ids, expert_weights = route_by_sigmoid(logits, correction, scale=scale, **options)
+    else:
+        expert_ids, expert_weights = route(logits, **options)
     ctx.taps.see("expert_ids", expert_ids)
     ctx.taps.see("expert_weights", expert_weights)
     first_expert = 0
@@ -669,7 +676,9 @@ def row_parallel_norm(
         return Stream(residual=residual, x=None)
     experts = ctx.config.experts
     is_before_router = fuses_experts(ctx) and experts is not None and all(experts.layers)
-    is_before_router = is_before_router and not ctx.config.has_clamped_experts  # no bias there
+    # No bias there, and no float32 weights.
+    is_before_router = is_before_router and not ctx.config.has_clamped_experts
+    is_before_router = is_before_router and not ctx.config.has_sigmoid_router
     if is_before_router and bias is None and defers_sum(x, w, reduction=reduction, backend=backend):
         # WHY: a launch a layer fewer, as the router's product adds and normalises as well.
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)

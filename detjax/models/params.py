@@ -15,6 +15,7 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
                "expert_down": [U, D, F],
                "router_bias": [Up],                 # if config.has_clamped_experts
+               "router_correction": [Up],           # if config.has_sigmoid_router
                "shared_gate_up": [2 S, D], "shared_down": [D, S], # if it has a shared expert
                "shared_gate": [64, D],              # likewise, with a gate, which is its first row
                "expert_gate_up_bias": [U, 2 F],     # likewise, of gates, then of ups
@@ -188,6 +189,7 @@ _MLP_NORM_AFTER = _one("mlp_norm_after", "post_mlp_layernorm.weight", "D")
 
 _ROUTER_NAMES = (*_mixtral("gate.weight"), ("gpt_oss", "mlp.router.weight"))
 _ROUTER = (Tensor("router", "mlp.gate.weight", "U D", _ROUTER_NAMES),)
+_ROUTER_CORRECTION = _one("router_correction", "mlp.gate.e_score_correction_bias", "U")
 _ROUTER_BIAS = _one("router_bias", "mlp.router.bias", "U")
 _EXPERT_GATE_UP = (
     Tensor(
@@ -200,11 +202,18 @@ _EXPERT_DOWN = (
         "expert_down", "mlp.experts.{}.down_proj.weight", "D XF", _mixtral("experts.{}.w2.weight")
     ),
 )
+
+
+def _shared(name: str, part: str, axes: str) -> Tensor:
+    other = (("glm4_moe", f"mlp.shared_experts.{part}.weight"),)
+    return Tensor(name, f"mlp.shared_expert.{part}.weight", axes, other)
+
+
 _SHARED_GATE_UP = (
-    Tensor("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", "SF D"),
-    Tensor("shared_up_proj", "mlp.shared_expert.up_proj.weight", "SF D"),
+    _shared("shared_gate_proj", "gate_proj", "SF D"),
+    _shared("shared_up_proj", "up_proj", "SF D"),
 )
-_SHARED_DOWN = _one("shared_down", "mlp.shared_expert.down_proj.weight", "D SF")
+_SHARED_DOWN = (_shared("shared_down", "down_proj", "D SF"),)
 _SHARED_GATE = _one("shared_gate", "mlp.shared_expert_gate.weight", "SG D")
 
 _LINEAR_IN = (
@@ -217,6 +226,9 @@ _LINEAR_IN = (
 )
 _LINEAR_WIDE = ("linear_decay", "linear_step", "linear_norm")
 """Parameters of linear attention that stay float32: what becomes an exponent, and a gain."""
+
+_SIGMOID_WIDE = ("router", "router_correction")
+"""Parameters of a router of sigmoids that stay float32, as transformers keeps them."""
 
 _PLAIN_GAINS = ("linear_norm",)
 """Gains that are read as they are in families whose others are not."""
@@ -249,6 +261,10 @@ def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
 
 def _has_clamped_experts(config: ModelConfig, layer_idx: int) -> bool:
     return config.has_clamped_experts and config.has_experts(layer_idx)
+
+
+def _has_sigmoid_router(config: ModelConfig, layer_idx: int) -> bool:
+    return config.has_sigmoid_router and config.has_experts(layer_idx)
 
 
 def _has_shared_expert(config: ModelConfig, layer_idx: int) -> bool:
@@ -312,6 +328,7 @@ LAYER = (
     Param("mlp_norm_after", GAIN, WHOLE, _MLP_NORM_AFTER, _normalises_after),
     Param("router", EXPERT, WHOLE, _ROUTER, _has_experts),
     Param("router_bias", BIAS, WHOLE, _ROUTER_BIAS, _has_clamped_experts),
+    Param("router_correction", BIAS, WHOLE, _ROUTER_CORRECTION, _has_sigmoid_router),
     Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, _has_experts),
     Param("expert_gate_up_bias", BIAS, ROWS, _EXPERT_GATE_UP_BIAS, _has_clamped_experts),
     Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
@@ -640,8 +657,7 @@ def _tensor_spec(
         partition=partition,
         runs=runs,
         role=line.role,
-        is_wide=line.name in _LINEAR_WIDE
-        or (line.role is GAIN and _is_wide_gain(config, line.name)),
+        is_wide=_is_wide(config, line),
         offset=config.gain_offset if line.role is GAIN and line.name not in _PLAIN_GAINS else 0.0,
     )
 
@@ -660,10 +676,16 @@ def _filled_up(all_rows: int, num_rows: int, tp: int) -> tuple[int, tuple[RowRun
     )
 
 
-def _is_wide_gain(config: ModelConfig, name: str) -> bool:
-    """Whether what is added to or multiplied with a gain would be rounded in bfloat16."""
-    scale = config.logits_scale if name == "final_norm" else 1.0
-    return config.gain_offset != 0 or math.frexp(scale)[0] != 0.5
+def _is_wide(config: ModelConfig, line: Param) -> bool:
+    """Whether a parameter is float32, whatever the weights' dtype.
+
+    So is a gain if what is added to it or multiplied with it would be rounded in bfloat16.
+    """
+    if line.role is GAIN and line.name not in _LINEAR_WIDE:
+        scale = config.logits_scale if line.name == "final_norm" else 1.0
+        return config.gain_offset != 0 or math.frexp(scale)[0] != 0.5
+    is_of_router = config.has_sigmoid_router and line.name in _SIGMOID_WIDE
+    return is_of_router or line.name in _LINEAR_WIDE
 
 
 def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:

@@ -225,6 +225,13 @@ class KernelSet(Protocol):
         """See `moe.api.route`."""
         ...
 
+    def route_by_sigmoid(
+        self, logits, correction,
+        *, num_experts: int, top_k: int, renormalise: bool, scale: float,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """See `moe.api.route_by_sigmoid`."""
+        ...
+
     def expert_mlp(
         self, x, expert_ids, experts: ExpertWeights, *, first_expert, num_ranks: int
     ) -> jax.Array:

@@ -41,6 +41,7 @@ from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.portable import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.portable import route as route
+from detjax.pallas_kernels.moe.portable import route_by_sigmoid as route_by_sigmoid
 from detjax.pallas_kernels.moe.portable import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.portable import route_mlp_add_rms_norm as route_mlp_add_rms_norm
 from detjax.pallas_kernels.output_gate.portable import sigmoid_gate as sigmoid_gate

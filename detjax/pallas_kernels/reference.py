@@ -41,6 +41,7 @@ from detjax.pallas_kernels.moe.reference import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.reference import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.reference import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.reference import route as route
+from detjax.pallas_kernels.moe.reference import route_by_sigmoid as route_by_sigmoid
 from detjax.pallas_kernels.moe.reference import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.reference import route_mlp_add_rms_norm as route_mlp_add_rms_norm
 from detjax.pallas_kernels.output_gate.reference import sigmoid_gate as sigmoid_gate

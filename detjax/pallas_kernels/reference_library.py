@@ -36,7 +36,8 @@ OPERATIONS = (
     "add_experts", "add_leaves", "add_parts", "add_where_not_zero", "adjust_logits", "attention",
     "block_stats", "delta_rule", "expert_product", "first_maximum", "gated_rms_norm", "geglu",
     "gumbel_scores", "join", "log_probs", "log_sum_exp", "lora_hidden", "nucleus_sums", "product",
-    "quantize_rows", "rms_norm", "rope", "route", "sigmoid_gate", "softcap", "split_rows", "swiglu",
+    "quantize_rows", "rms_norm", "rope", "route",
+    "route_by_sigmoid", "sigmoid_gate", "softcap", "split_rows", "swiglu",
     "w8a8_product",
 )  # fmt: skip
 PREFIX = "detjax_"

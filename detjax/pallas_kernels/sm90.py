@@ -46,6 +46,7 @@ from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
 from detjax.pallas_kernels.moe.sm90 import route as route
 from detjax.pallas_kernels.moe.sm90 import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.sm90 import route_mlp_add_rms_norm as route_mlp_add_rms_norm
+from detjax.pallas_kernels.moe.sm90_route_sigmoid import route_by_sigmoid as route_by_sigmoid
 from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate as sigmoid_gate
 from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm as add_rms_norm
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm as combine_add_rms_norm
@@ -81,6 +82,10 @@ withheld = Withheld(
     shared_experts=(
         "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture "
         "with one; use the backend reference or portable"
+    ),
+    sigmoid_routers=(
+        "routers of sigmoids are withheld on sm90: no run on a GPU has shown the bits of their "
+        "choice and of their float32 weights; use the backend reference or portable"
     ),
     head_ranks=(
         "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "

@@ -12,6 +12,7 @@ class Withheld:
         linear_ranks: Linear attention where ranks share a layer.
         query_angles: Models whose queries have other angles than keys.
         shared_experts: Mixtures with an expert that every token has.
+        sigmoid_routers: Mixtures whose router takes sigmoids, and has float32 weights.
         head_ranks: EAGLE-3 heads where ranks share the model's layers.
         expert_gradients: A canonical backward pass of mixtures of experts.
         shared_training: Ranks of a trainer that share layers.
@@ -21,6 +22,7 @@ class Withheld:
     linear_ranks: str = ""
     query_angles: str = ""
     shared_experts: str = ""
+    sigmoid_routers: str = ""
     head_ranks: str = ""
     expert_gradients: str = ""
     shared_training: str = ""

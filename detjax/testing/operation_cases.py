@@ -375,6 +375,35 @@ def _clamped_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]
         yield f"clamped experts {m}x{width}x{hidden}, {top_k} of {num_experts}", run
 
 
+def _sigmoid_router_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
+    """Routers of float32 weights that choose by corrected sigmoids; few rows and many."""
+    width = 512
+    for num_experts, top_k in ((72, 4), (160, 8)):
+        num_rows = -(-num_experts // 64) * 64
+        router = rng.standard_normal((num_rows, width)).astype(np.float32) * width**-0.5
+        router = jnp.asarray(router).at[num_experts:].set(0)
+        correction = jnp.asarray(rng.standard_normal(num_rows).astype(np.float32) * 0.2)
+        router = router.at[5].set(router[3])  # ties
+        correction = correction.at[5].set(correction[3])
+        for m in (1, 7, 40, 300):
+            x = jnp.asarray(rng.standard_normal((m, width)).astype(BF16))
+
+            def run(on, x=x, router=router, correction=correction, top_k=top_k,
+                    num_experts=num_experts):  # fmt: skip
+                logits = linear.linear(x, router, out_dtype=F32, backend=on)
+                sizes = {"num_experts": num_experts, "top_k": top_k, "backend": on}
+                shares = [
+                    array
+                    for renormalise, scale in ((True, 2.5), (False, 1.0))
+                    for array in moe.route_by_sigmoid(
+                        logits, correction, **sizes, renormalise=renormalise, scale=scale
+                    )
+                ]
+                return logits, *shares
+
+            yield f"sigmoid router {m}x{width}, {top_k} of {num_experts}", run
+
+
 def _adapter_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
     """Low-rank adapters of three parts and of one, few rows and many, some without an adapter."""
 
@@ -689,7 +718,8 @@ def _eight_bit_expert_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run
 
 _GROUPS: tuple[tuple[Callable[[np.random.Generator], Iterator[tuple[str, Run]]], int], ...] = (
     (_family_row_cases, 12), (_eight_bit_scale_cases, 11), (_linear_attention_cases, 13),
-    (_sink_cases, 8), (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4),
+    (_sink_cases, 8), (_sigmoid_router_cases, 16),
+    (_wide_head_cases, 15), (_product_cases, 0), (_choice_cases, 4),
     (_clamped_expert_cases, 9),
     (_eight_bit_cases, 6), (_row_cases, 2), (_attention_cases, 3), (_layer_cases, 1),
     (_float32_cases, 7), (_adapter_cases, 10), (_eight_bit_expert_cases, 14), (_expert_cases, 5),

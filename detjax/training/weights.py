@@ -18,6 +18,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.config import Gating, ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
+    ParamRole,
     ParamSpec,
     TensorSpec,
     by_param,
@@ -66,12 +67,14 @@ def why_not_trained(config: ModelConfig) -> str | None:
         "soft caps": config.attention_softcap is not None or config.logits_softcap is not None,
         "GeGLU": config.gating is not Gating.SWIGLU,
         "gains in float32": any(
-            spec.is_wide for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
+            spec.is_wide and spec.role is ParamRole.GAIN
+            for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
         ),
         "sinks": config.has_sinks,
         "linear attention": config.linear_attention is not None,
         "experts with biases": config.has_clamped_experts,
         "a shared expert": config.has_shared_expert,
+        "a router of sigmoids": config.has_sigmoid_router,
         "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]

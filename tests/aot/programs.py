@@ -468,6 +468,8 @@ FAMILIES = {
     "qwen2_moe": {},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_5_text": {"num_hidden_layers": 4},
+    "qwen3_next": {"num_hidden_layers": 4},
+    "glm4_moe": {"head_dim": 128, "attention_bias": True},
     "gemma2": {
         "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
@@ -476,7 +478,8 @@ FAMILIES = {
 }  # fmt: skip
 """By family: what a published model has beside the family's defaults. Granite 3.1 8B, SmolLM3 3B,
 Phi-3 mini, GLM-4 9B, OLMo 3 7B, EXAONE 4 32B, the text decoder of Gemma 3 27B, gpt-oss-20b; those
-of Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B; Qwen1.5-MoE-A2.7B, and that of Qwen3.5 35B-A3B."""
+of Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B; Qwen1.5-MoE-A2.7B, and that of Qwen3.5 35B-A3B;
+Qwen3-Next 80B-A3B and GLM-4.5-Air."""
 
 
 def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
@@ -766,6 +769,14 @@ PROGRAMS = {
     "qwen35_moe_decode": lambda: family_step("qwen3_5_moe_text", "decode", rows=8, table_len=10),
     "qwen35_moe_prefill": lambda: family_step(
         "qwen3_5_moe_text", "prefill", rows=1, length=512, table_len=64
+    ),
+    "qwen3_next_decode": lambda: family_step("qwen3_next", "decode", rows=8, table_len=10),
+    "qwen3_next_prefill": lambda: family_step(
+        "qwen3_next", "prefill", rows=1, length=512, table_len=64
+    ),
+    "glm4_moe_decode": lambda: family_step("glm4_moe", "decode", rows=8, table_len=10),
+    "glm4_moe_prefill": lambda: family_step(
+        "glm4_moe", "prefill", rows=1, length=512, table_len=64
     ),
     "gpt_oss_decode_one": lambda: family_step("gpt_oss", "decode", rows=1, table_len=10),
     "gpt_oss_decode": lambda: family_step("gpt_oss", "decode", rows=8, table_len=10),

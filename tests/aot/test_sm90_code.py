@@ -335,6 +335,7 @@ def test_prefill_attention_spills_nothing(name):
                 "gemma3_decode", "gemma3_prefill", "gpt_oss_decode_one",
                 "gpt_oss_decode_many", "gpt_oss_prefill", "ministral3_decode",
                 "ministral3_verify", "ministral3_prefill", "qwen2_moe_decode",
+                "glm4_moe_decode", "glm4_moe_prefill",
             )
         ),
     ],
@@ -353,7 +354,7 @@ def test_a_step_of_a_family_copies_nothing_and_spills_in_attention_alone(name):
             pytest.param(name, marks=pytest.mark.nightly)
             for name in (
                 "qwen35_decode_one", "qwen35_decode", "qwen35_verify", "qwen35_moe_decode",
-                "qwen35_moe_prefill",
+                "qwen35_moe_prefill", "qwen3_next_decode", "qwen3_next_prefill",
             )
         ),
     ],

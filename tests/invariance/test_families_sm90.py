@@ -41,12 +41,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = (
     "glm4", "olmo3", "granite", "gemma3", "smollm3", "phi4_longrope", "exaone4", "olmo2",
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
-    "ministral3", "qwen2_moe", "qwen3_5_moe",
+    "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
 WITHHELD = {
     "ministral3": "query_angles",
     "qwen2_moe": "shared_experts",
     "qwen3_5_moe": "shared_experts",
+    "qwen3_next": "shared_experts",
+    "glm4_moe": "sigmoid_routers",
 }
 """Cases that `sm90` refuses until the tests here have run on a GPU, and the field of `Withheld`."""
 WIDE = "_wide"
@@ -60,7 +62,8 @@ def config_of(case: str) -> ModelConfig:
 
     A wide case has heads of 256, as its family publishes them.
 
-    With experts eight queries a key/value head, and widths that are no multiples of 128, as 2880 of
+    A router of float32 weights has 72 experts, so that its rows are two blocks of 64. With experts
+    eight queries a key/value head, and widths that are no multiples of 128, as 2880 of
     gpt-oss. With linear attention 16 heads of keys and 32 of values.
     """
     name = case.removesuffix(WIDE)
@@ -69,6 +72,8 @@ def config_of(case: str) -> ModelConfig:
     if config.experts is not None:
         shared_width = 256 if config.experts.shared_width else 0
         experts = dataclasses.replace(config.experts, width=192, shared_width=shared_width)
+        if config.has_sigmoid_router:
+            experts = dataclasses.replace(experts, num_experts=72)
         config = dataclasses.replace(config, experts=experts)
     if config.has_clamped_experts:
         sizes = {"hidden_size": 576, "num_heads": 16, "num_kv_heads": 2}

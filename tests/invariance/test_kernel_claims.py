@@ -50,6 +50,7 @@ from detjax.pallas_kernels.moe.api import (
     expert_linear,
     expert_mlp,
     route,
+    route_by_sigmoid,
     route_mlp,
     route_mlp_add_rms_norm,
 )
@@ -182,6 +183,7 @@ def _cases() -> dict[str, Case]:
     routed = bf16(draw, M, 64), expert_ids
     combined = bf16(draw, M, TOP_K, 64), jnp.abs(f32(draw, M, TOP_K)), bf16(draw, M, 64)
     router_logits = f32(draw, M, NUM_EXPERTS)
+    wide_router = f32(np.random.default_rng(16), NUM_EXPERTS, K)
     leaf = tree_reduction(K, PROFILE)
     wide_w = bf16(rng, N, 8 * 32)
     eight = tree_reduction(8 * 32, PROFILE)
@@ -525,6 +527,25 @@ def _cases() -> dict[str, Case]:
             kernel=route,
             call=lambda x: jnp.concatenate([_routed(x, True), _routed(x, False)], axis=1),
             rows=(router_logits,),
+        ),
+        "route_by_sigmoid": Case(
+            kernel=route_by_sigmoid,
+            call=lambda x: jnp.concatenate(
+                [
+                    part.astype(jnp.float32)
+                    for part in route_by_sigmoid(
+                        linear(x, wide_router, out_dtype=jnp.dtype(jnp.float32), **ON),
+                        wide_router[:, 0],
+                        num_experts=NUM_EXPERTS,
+                        top_k=TOP_K,
+                        renormalise=True,
+                        scale=2.5,
+                        **ON,
+                    )
+                ],
+                axis=1,
+            ),
+            rows=(bf16(np.random.default_rng(17), M, K),),
         ),
         "expert_mlp": Case(
             kernel=expert_mlp,

@@ -289,6 +289,37 @@ def gemma3_wrapped(**text: Any) -> Config:
     }  # fmt: skip
 
 
+GLM45: Config = {
+    "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329, "head_dim": 128, "partial_rotary_factor": 0.5, "rope_scaling": None,
+    "rope_theta": 1000000, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+GLM45_AIR: Config = GLM45 | {
+    "n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0, "use_qk_norm": False,
+}  # fmt: skip
+GLM45_LARGE: Config = GLM45 | {
+    "n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "use_qk_norm": True,
+}  # fmt: skip
+QWEN3_NEXT: Config = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "decoder_sparse_step": 1, "full_attention_interval": 4,
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "num_experts": 512, "num_experts_per_tok": 10, "output_router_logits": False,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512, "use_sliding_window": False,
+}  # fmt: skip
+
+
+def glm45(*sizes: int, **keys: Any) -> Config:
+    return _config("Glm4MoeForCausalLM", "glm4_moe", sizes, **keys)
+
+
 LOADED: dict[str, tuple[Config, int]] = {
     "Llama-2-7b-chat": (llama(32000, 4096, 11008, 32, 32, 32, 4096), 4096),
     "Llama-2-13b": (llama(32000, 5120, 13824, 40, 40, 40, 4096), 4096),
@@ -444,6 +475,11 @@ LOADED: dict[str, tuple[Config, int]] = {
                 **SEED_OSS), 524288),
     "GLM-4-9B-0414": (
         _config("Glm4ForCausalLM", "glm4", (151552, 4096, 13696, 40, 32, 2, 32768), **GLM4), 32768),
+    "GLM-4.5-Air": (glm45(151552, 4096, 10944, 46, 96, 8, 131072, **GLM45_AIR), 131072),
+    "GLM-4.5": (glm45(151552, 5120, 12288, 92, 96, 8, 131072, **GLM45_LARGE), 131072),
+    "Qwen3-Next-80B-A3B-Instruct": (
+        _config("Qwen3NextForCausalLM", "qwen3_next", (151936, 2048, 5120, 48, 16, 2, 262144),
+                **QWEN3_NEXT), 262144),
     "OLMo-2-1124-7B": (
         _config("Olmo2ForCausalLM", "olmo2", (100352, 4096, 11008, 32, 32, 32, 4096), **OLMO2),
         4096),
@@ -495,6 +531,8 @@ REFUSED: dict[str, tuple[Config, str]] = {
     "a Qwen3-MoE with a shared expert": (
         qwen3_moe(2048, 6144, 48, 32, 4, 40960, **CODER | {"shared_expert_intermediate_size": 512}),
         "shared_expert_intermediate_size=512"),
+    "a GLM-4.5 whose experts are chosen in groups": (
+        glm45(151552, 4096, 10944, 46, 96, 8, 131072, **GLM45_AIR | {"n_group": 8}), "n_group=8"),
     "a Gemma 3n that sees images": (
         gemma("Gemma3nForConditionalGeneration", "gemma3n", 262208, 2560, 10240, 34, 8, 4, 131072),
         "architectures"),

@@ -26,7 +26,7 @@ QUICK = tuple((case, "bfloat16") for case in ("gemma2", "gpt_oss", "granite"))
 
 FAMILIES = (
     "exaone4", "gemma2", "gemma3", "glm4", "gpt_oss", "granite", "olmo2", "olmo3", "phi4_longrope",
-    "qwen3_5", "qwen3_5_moe", "ministral3",
+    "qwen3_5", "qwen3_5_moe", "ministral3", "glm4_moe", "qwen3_next",
 )  # fmt: skip
 
 

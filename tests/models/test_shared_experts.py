@@ -68,9 +68,9 @@ def test_what_is_not_possible_is_refused_by_name(changes, message):
 
 def test_routers_of_other_families_are_refused_by_name():
     with pytest.raises(
-        ValueError, match=r"architectures=\['Glm4MoeForCausalLM'\] is not supported"
+        ValueError, match=r"architectures=\['DeepseekV3ForCausalLM'\] is not supported"
     ):
-        config("qwen2_moe", architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe")
+        config("qwen2_moe", architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
 
 
 def test_training_and_adapters_say_why_not():

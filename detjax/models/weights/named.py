@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from detjax.models.config import ModelConfig
 from detjax.models.params import EMBED_NAME, HEAD_NAME, Params, TensorSpec, param_specs
-from detjax.models.registry import family_named
 from detjax.models.weights.assemble import assemble, made_once
 from detjax.models.weights.dtypes import SOURCE_DTYPES, check_conversion, check_dtype
 from detjax.models.weights.load import INERT_TENSORS
@@ -130,9 +129,9 @@ def _as_read(
     tensors: Iterable[tuple[str, Any]], config: ModelConfig, dtype: jnp.dtype, *, can_cast: bool
 ) -> Iterator[tuple[str, Any]]:
     """The decoder's tensors, from those of the checkpoint."""
-    plan, family = readings_by_source(config, dtype), family_named(config.family)
+    plan = readings_by_source(config, dtype)
     for given, value in map(_pair, tensors):
-        name = own_name(given, family)
+        name = own_name(given, config)
         if name is None:
             continue
         if name not in plan:

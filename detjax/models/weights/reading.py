@@ -197,11 +197,14 @@ class ReadRows:
 AnyReading = Reading | ExpertReading
 
 
-def own_name(name: str, family: Family | None) -> str | None:
+def own_name(name: str, config: ModelConfig) -> str | None:
     """A checkpoint's name of a tensor as the decoder has it; None for one of another part."""
+    family = family_named(config.family)
     if family is None:
         return name
-    if name.startswith(family.spare_tensors):
+    first = config.num_layers
+    behind = tuple(f"model.layers.{first + i}." for i in range(config.num_spare_layers))
+    if name.startswith(family.spare_tensors + behind):
         return None
     longer = {} if family.wrapper is None else family.wrapper.names
     for prefix, own in longer.items():
@@ -210,13 +213,11 @@ def own_name(name: str, family: Family | None) -> str | None:
     return name
 
 
-def _own_tensors(
-    tensors: dict[str, StoredTensor], family: Family | None
-) -> dict[str, StoredTensor]:
+def _own_tensors(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The decoder's tensors by its names, of a checkpoint that may have other parts."""
     own: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if (plain := own_name(name, family)) is None:
+        if (plain := own_name(name, config)) is None:
             continue
         if plain in own:
             raise ValueError(
@@ -239,7 +240,9 @@ def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     specs = tensor_specs(config, tp=1, vocab_block=1)
     order = head_order(config.rope, config.head_dim)
     found = [
-        reading for layer in specs["layers"] for reading in _layer_readings(family, layer, order)
+        reading
+        for layer in specs["layers"]
+        for reading in _layer_readings(config, family, layer, order)
     ]
     if config.has_output_gate:
         found = [_ungated(reading, config.head_dim) for reading in found]
@@ -271,10 +274,11 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
 
 
 def _layer_readings(
-    family: Family, layer: dict[str, TensorSpec], order: tuple[int, ...]
+    config: ModelConfig, family: Family, layer: dict[str, TensorSpec], order: tuple[int, ...]
 ) -> Iterator[Reading]:
     """Those of one layer, plain ones included. Experts are stored as they are read."""
     rows = {spec.hf_name: spec.hf_shape[0] for spec in layer.values()}
+    linear = config.linear_attention
     for name, spec in layer.items():
         if spec.num_experts:
             continue
@@ -286,13 +290,21 @@ def _layer_readings(
                 sizes = [rows[f"{prefix}{part}.{kind}"] for part in parts]
                 at = parts.index(suffix)
                 source, start, total = joined, sum(sizes[:at]), sum(sizes)
+        own_order, head_rows = order if name in ROTATED else (), 0
+        for joined, parts in family.fused_by_head.items():
+            if suffix in parts and linear is not None:
+                sizes = [rows[f"{prefix}{part}.{kind}"] // linear.num_key_heads for part in parts]
+                at, head_rows = parts.index(suffix), sum(sizes)
+                source, total = joined, head_rows * linear.num_key_heads
+                own_order = tuple(range(sum(sizes[:at]), sum(sizes[: at + 1])))
         yield Reading(
             name=spec.hf_name,
             source=f"{prefix}{source}.{kind}",
             source_rows=total,
             start=start,
             num_rows=rows[spec.hf_name],
-            head_order=order if name in ROTATED else (),
+            head_order=own_order,
+            head_rows=head_rows,
             offset=spec.offset,
         )
 
@@ -391,7 +403,7 @@ def open_weights(
             "before it was quantised"
         )
     tensors = expand_tensors(open_tensors(folder, stack), quantization)
-    tensors = _own_tensors(tensors, family_named(config.family))
+    tensors = _own_tensors(tensors, config)
     if not plan:
         return tensors
     if HEAD_NAME in plan and HEAD_NAME in tensors:

@@ -39,7 +39,8 @@ def linear(
 
     Numerics:
         Operands are widened to float32 exactly; products and sums are float32. I is summed in
-        order, in the steps `portable.step_len` gives; the bias is added last; one rounding.
+        order, in the steps `portable.step_len` gives; the bias is added last; one rounding. sm90
+        cuts float32 activations, or float32 weights of bfloat16 activations, into three parts.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(x, w)

@@ -50,9 +50,18 @@ def _product(x, w, leaf_len: int) -> jax.Array:
     return total.reshape(NUM_PARTS, num_rows, -1) if has_parts else total
 
 
+def _product_of_wide(x, w) -> jax.Array:
+    """Bfloat16 rows by each part of float32 weights: float32 [3, M, N]."""
+    num_out, k_len = w.shape
+    parts = jax.ShapeDtypeStruct((NUM_PARTS, num_out, k_len), jnp.bfloat16)
+    total = _product(x, call("split_rows", parts, w).reshape(-1, k_len), k_len)
+    return jnp.swapaxes(total.reshape(-1, NUM_PARTS, num_out), 0, 1)
+
+
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.linear`."""
-    total = _product(x, w, x.shape[1])
+    is_wide = x.dtype == jnp.bfloat16 and w.dtype == jnp.float32
+    total = _product_of_wide(x, w) if is_wide else _product(x, w, x.shape[1])
     if bias is None and out_dtype == jnp.float32 and total.ndim == 2:
         return total
     return join(total, None, bias, out_dtype)

@@ -126,6 +126,11 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
         bit, because wgmma adds a k16 block to an accumulator in one way whatever its N is.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
+    if (x.dtype, w.dtype) == (jnp.bfloat16, jnp.float32):
+        # ORDER: of each part of the weights, then the parts, smallest first, then the bias.
+        parts = sm90_float32.split_rows(w).reshape(-1, w.shape[1])
+        sums = linear(x, parts, None, out_dtype=jnp.dtype(jnp.float32))
+        return sm90_float32.add_weight_parts(sums, bias, out_dtype=out_dtype)
     w = readable(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of float32 activations and bfloat16 weights on Hopper: three products of bfloat16.
+"""Linear layers with one operand of float32 on Hopper: three products of bfloat16.
 
 A float32 is the sum of three bfloat16 values. They are three times the rows of one product, so that
 the weights are read once; what comes out is added in one order, the smallest first.
@@ -172,6 +172,12 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """
     sums = _products(split_rows(x), w, leaf_len=x.shape[1])
     return add_parts(sums, bias, None, out_dtype=out_dtype)
+
+
+def add_weight_parts(sums, bias, *, out_dtype: jnp.dtype) -> jax.Array:
+    """Add what the three parts of the weights gave, [M, 3 N], as `add_parts` does: [M, N]."""
+    sums = sums.reshape(1, len(sums), rows.NUM_PARTS, -1)
+    return add_parts(jnp.swapaxes(sums, 1, 2), bias, None, out_dtype=out_dtype)
 
 
 def linear_swiglu(x, w_gate_up) -> jax.Array:

@@ -56,6 +56,55 @@ def route(
     )
 
 
+def route_by_sigmoid(
+    logits: Float32[Array, "M O"],
+    correction: Float32[Array, " O"],
+    *,
+    num_experts: int,
+    top_k: int,
+    renormalise: bool,
+    scale: float,
+    backend: Backend,
+) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
+    """Choose each row's experts by corrected sigmoids, and weigh them by the sigmoids alone.
+
+    `p[m, e] = 1 / (1 + exp(-logits[m, e]))`, `c[m, e] = p[m, e] + correction[e]`,
+    `w[m, r] = p[m, ids[m, r]] * scale`, or with `renormalise`
+    `w[m, r] = p[m, ids[m, r]] / s[m] * scale`,
+    `s[m] = (p[m, ids[m, 0]] + p[m, ids[m, 1]] + ...) + 1e-20`
+
+    Args:
+        logits: As in `route`.
+        correction: Of every expert, and of the router's padding, which is not read.
+        num_experts: Of the model, U.
+        top_k: Experts of a row, Q.
+        renormalise: Whether a row's weights add up to `scale`.
+        scale: Factor on the weights.
+        backend: Which implementation runs.
+
+    Returns:
+        Ids of a row's experts in order of rank (the greatest c first, equal ones by id), and their
+        weights.
+
+    Raises:
+        ValueError: If `top_k` is not from 1 to U, or there are less than U logits.
+
+    Numerics:
+        float32 throughout, each sum, quotient and product rounded on its own; `scale` and 1e-20 are
+        rounded to float32. The sum runs left to right. A row with NaN gets ids in range, and meets
+        no other row. Padding has no part in any of it.
+        Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (U, Q, build).
+
+    Reference:
+        DeepSeek-AI 2024, arXiv:2412.19437, with one group of experts.
+    """
+    _check_logits(logits, num_experts, top_k)
+    return KERNELS[backend].route_by_sigmoid(
+        logits, correction, num_experts=num_experts, top_k=top_k, renormalise=renormalise,
+        scale=scale,
+    )  # fmt: skip
+
+
 def _check_logits(logits, num_experts: int, top_k: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"{top_k=} must be from 1 to the {num_experts} experts")

@@ -14,6 +14,7 @@ from detjax.pallas_kernels.linear.portable import leaf_sum, linear
 from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -94,6 +95,67 @@ def route(
 
     weights = run_blocks(divide, chosen, totals, name="route_weights", **blocks)
     return expert_ids, weights[:num_rows, :top_k]
+
+
+def _by_rows(body, *operands, width: int, name: str) -> jax.Array:
+    """A kernel of whole rows, [M, width] of float32; it gets its rows, then the references."""
+    num_rows = operands[0].shape[0]
+
+    def on_block(*refs):
+        refs[-1][...] = body(_row_block(), *refs[:-1])
+
+    return run_blocks(
+        on_block,
+        *operands,
+        name=name,
+        grid=(num_rows // ROWS,),
+        out_shape=jax.ShapeDtypeStruct((num_rows, width), jnp.float32),
+        out_specs=pl.BlockSpec((ROWS, width), lambda m: (m, 0)),
+    )
+
+
+@partial(jax.jit, static_argnames=("num_experts", "top_k", "renormalise", "scale"))
+def route_by_sigmoid(
+    logits, correction, *, num_experts: int, top_k: int, renormalise: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route_by_sigmoid`. Each result goes through memory, so that nothing fuses."""
+    num_rows = logits.shape[0]
+    logits = pad_axis(pad_axis(logits[:, :num_experts], 0, ROWS), 1, COLS)
+    correction = pad_axis(correction[:num_experts], 0, COLS)[None]
+    width = logits.shape[1]
+
+    def sigmoid(rows, logits_ref):
+        return 1.0 / (1.0 + jnp.exp(-logits_ref[rows, :]))
+
+    def corrected(rows, scores_ref, correction_ref):
+        return scores_ref[rows, :] + correction_ref[...]
+
+    scores = _by_rows(sigmoid, logits, width=width, name="route_sigmoid")
+    ranked = _by_rows(corrected, scores, correction, width=width, name="route_corrected")
+    ranked = ranked[:num_rows, :num_experts]
+    expert_ids = jnp.argsort(ranked, axis=1, descending=True, stable=True)[:, :top_k]
+    chosen = jnp.take_along_axis(scores[:num_rows], expert_ids, axis=1)
+    chosen = pad_axis(pad_axis(chosen, 0, ROWS), 1, COLS)
+
+    def total(rows, chosen_ref):
+        # ORDER: (((p0 + p1) + p2) + ...) + 1e-20, p = rank.
+        total = chosen_ref[rows, pl.ds(0, 1)]
+        for rank in range(1, top_k):
+            total = total + chosen_ref[rows, pl.ds(rank, 1)]
+        return jnp.broadcast_to(total + SMALLEST_SUM, (ROWS, chosen.shape[1]))
+
+    def quotient(rows, chosen_ref, totals_ref):
+        return chosen_ref[rows, :] / totals_ref[rows, :]  # ROUND: once, correctly
+
+    def scaled(rows, weights_ref):
+        return weights_ref[rows, :] * jnp.float32(scale)
+
+    sizes, weights = {"width": chosen.shape[1]}, chosen
+    if renormalise:
+        totals = _by_rows(total, chosen, name="route_sigmoid_sums", **sizes)
+        weights = _by_rows(quotient, chosen, totals, name="route_sigmoid_quotients", **sizes)
+    weights = _by_rows(scaled, weights, name="route_sigmoid_weights", **sizes)
+    return expert_ids.astype(jnp.int32), weights[:num_rows, :top_k]
 
 
 def _tiles(expert_ids, first_expert, num_local: int):

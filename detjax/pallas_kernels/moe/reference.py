@@ -3,11 +3,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.pallas_kernels.linear.reference import linear, quantize_rows, scaled_sums
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
+from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import add_rms_norm, join
 from detjax.pallas_kernels.swiglu.reference import swiglu
@@ -20,6 +22,19 @@ def route(
     shape = (logits.shape[0], top_k)
     out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
     ids, weights = call("route", out, logits, num_experts=num_experts, renormalise=renormalise)
+    return ids, weights
+
+
+def route_by_sigmoid(
+    logits, correction, *, num_experts: int, top_k: int, renormalise: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.route_by_sigmoid`."""
+    shape = (logits.shape[0], top_k)
+    out = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)]
+    ids, weights = call(
+        "route_by_sigmoid", out, logits, correction, num_experts=num_experts,
+        renormalise=renormalise, scale=np.float32(scale), smallest=np.float32(SMALLEST_SUM),
+    )  # fmt: skip
     return ids, weights
 
 

@@ -27,7 +27,7 @@ _USED = np.iinfo(np.int32).min
 """Below the key of every logit, -inf and NaN too."""
 
 
-def _redux(op: str, value):
+def redux(op: str, value):
     """The same value in all lanes of a warp: of the least or the greatest int32."""
     text = f"redux.sync.{op}.s32 $0, $1, 0xffffffff;"
     [result] = ptx.asm(text, [value], returns=[value.type], touches_memory=False)
@@ -39,6 +39,36 @@ def _flip(bits):
     i32 = bits.type
     low = arith.andi(arith.shrsi(bits, mgpu.c(31, i32)), mgpu.c(0x7FFFFFFF, i32))
     return arith.xori(bits, low)
+
+
+def key_of(value, is_expert):
+    """An int32 in the order of float32 values; below all others where there is no expert."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.select(is_expert, _flip(arith.bitcast(i32, value)), mgpu.c(_USED, i32))
+
+
+def choose(experts: list, keys: list, top_k: int) -> list:
+    """The experts of the greatest keys of a warp, equal ones by id, and the values of the keys.
+
+    Every lane gets all of them. Keys of those that are chosen become `_USED`.
+    """
+    i32 = keys[0].type
+    used, chosen = mgpu.c(_USED, i32), []
+    for _ in range(top_k):
+        best = keys[0]
+        for key in keys[1:]:
+            best = arith.maxsi(best, key)
+        best = redux("max", best)
+        found = mgpu.c(np.iinfo(np.int32).max, i32)
+        for expert, key in zip(experts, keys, strict=True):
+            is_best = arith.cmpi(arith.CmpIPredicate.eq, key, best)
+            found = arith.minsi(found, arith.select(is_best, expert, mgpu.c(2**31 - 1, i32)))
+        found = redux("min", found)
+        for i, expert in enumerate(experts):
+            is_found = arith.cmpi(arith.CmpIPredicate.eq, expert, found)
+            keys[i] = arith.select(is_found, used, keys[i])
+        chosen.append((found, arith.bitcast(ir.F32Type.get(), _flip(best))))
+    return chosen
 
 
 def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
@@ -59,26 +89,8 @@ def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
         value = add(value, mgpu.c(0.0, f32))
         experts.append((expert, is_expert))
         values.append(arith.select(is_expert, value, mgpu.c(-np.inf, f32)))
-    used = mgpu.c(_USED, i32)
-    keys = [
-        arith.select(is_expert, _flip(arith.bitcast(i32, value)), used)
-        for (_, is_expert), value in zip(experts, values, strict=True)
-    ]
-    chosen = []
-    for _ in range(top_k):
-        best = keys[0]
-        for key in keys[1:]:
-            best = arith.maxsi(best, key)
-        best = _redux("max", best)
-        found = mgpu.c(np.iinfo(np.int32).max, i32)
-        for (expert, _), key in zip(experts, keys, strict=True):
-            is_best = arith.cmpi(arith.CmpIPredicate.eq, key, best)
-            found = arith.minsi(found, arith.select(is_best, expert, mgpu.c(2**31 - 1, i32)))
-        found = _redux("min", found)
-        for i, (expert, _) in enumerate(experts):
-            is_found = arith.cmpi(arith.CmpIPredicate.eq, expert, found)
-            keys[i] = arith.select(is_found, used, keys[i])
-        chosen.append((found, arith.bitcast(f32, _flip(best))))
+    keys = [key_of(value, is_expert) for (_, is_expert), value in zip(experts, values, strict=True)]
+    chosen = choose([expert for expert, _ in experts], keys, top_k)
     greatest = chosen[0][1]
     terms = [mlir_math.exp(sub(value, greatest)) for _, value in chosen]
     if renormalise:

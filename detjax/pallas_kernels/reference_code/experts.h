@@ -7,8 +7,24 @@
 namespace detjax {
 namespace {
 
+// The order of a row's experts: the greatest value first, equal ones by id, the first `top_k` alone.
+// Zeros of both signs are equal; NaN is above all.
+std::vector<int32_t> ranked(const std::vector<float>& values, int64_t num_experts, int64_t top_k) {
+  std::vector<int32_t> keys(num_experts), order(num_experts);
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const float x = values[e] + 0.0f;
+    const int32_t bits = int32_t(bits_of(x == x ? x : float_of(0x7fffffffu)));
+    keys[e] = bits ^ ((bits >> 31) & 0x7fffffff);
+    order[e] = int32_t(e);
+  }
+  std::partial_sort(order.begin(), order.begin() + top_k, order.end(), [&](int32_t a, int32_t b) {
+    return keys[a] != keys[b] ? keys[a] > keys[b] : a < b;
+  });
+  return order;
+}
+
 // Experts of rows of logits [M, O], of which the first `num_experts` are read, in order of rank: ids
-// and weights [M, Q]. A greater logit comes first, equal ones by id; NaN is above all.
+// and weights [M, Q].
 ffi::Error route(ffi::ThreadPool pool, In logits, Out ids, Out weights, int64_t num_experts,
                  bool renormalise) {
   const int64_t width = dim(logits, 1), top_k = ids->dimensions()[1];
@@ -16,17 +32,11 @@ ffi::Error route(ffi::ThreadPool pool, In logits, Out ids, Out weights, int64_t 
   while (padded < num_experts) padded *= 2;
   parallel(pool, dim(logits, 0), [&](int64_t m) {
     std::vector<float> values(padded, -kInfinity);
-    std::vector<int32_t> keys(num_experts), order(num_experts);
     for (int64_t e = 0; e < num_experts; ++e) {
-      float x = data<float>(logits)[m * width + e] + 0.0f;  // -0 and +0 are a tie
+      const float x = data<float>(logits)[m * width + e] + 0.0f;
       values[e] = x == x ? x : float_of(0x7fffffffu);
-      int32_t bits = int32_t(bits_of(values[e]));
-      keys[e] = bits ^ ((bits >> 31) & 0x7fffffff);
-      order[e] = int32_t(e);
     }
-    std::partial_sort(order.begin(), order.begin() + top_k, order.end(), [&](int32_t a, int32_t b) {
-      return keys[a] != keys[b] ? keys[a] > keys[b] : a < b;
-    });
+    const std::vector<int32_t> order = ranked(values, num_experts, top_k);
     const float greatest = values[order[0]];
     float total = 0.0f;
     std::vector<float> terms(top_k);
@@ -41,6 +51,29 @@ ffi::Error route(ffi::ThreadPool pool, In logits, Out ids, Out weights, int64_t 
     for (int64_t r = 0; r < top_k; ++r) {
       data<int32_t>(ids)[m * top_k + r] = order[r];
       data<float>(weights)[m * top_k + r] = terms[r] / total;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// The same by sigmoids, to which `correction` [O] is added for the choice alone.
+ffi::Error route_by_sigmoid(ffi::ThreadPool pool, In logits, In correction, Out ids, Out weights,
+                            int64_t num_experts, bool renormalise, float scale, float smallest) {
+  const int64_t width = dim(logits, 1), top_k = ids->dimensions()[1];
+  parallel(pool, dim(logits, 0), [&](int64_t m) {
+    std::vector<float> scores(num_experts), corrected(num_experts);
+    for (int64_t e = 0; e < num_experts; ++e) {
+      scores[e] = 1.0f / (exp(-data<float>(logits)[m * width + e]) + 1.0f);
+      corrected[e] = scores[e] + data<float>(correction)[e];
+    }
+    const std::vector<int32_t> order = ranked(corrected, num_experts, top_k);
+    float total = scores[order[0]];
+    for (int64_t r = 1; r < top_k; ++r) total = total + scores[order[r]];
+    total = total + smallest;
+    for (int64_t r = 0; r < top_k; ++r) {
+      const float score = scores[order[r]];
+      data<int32_t>(ids)[m * top_k + r] = order[r];
+      data<float>(weights)[m * top_k + r] = (renormalise ? score / total : score) * scale;
     }
   });
   return ffi::Error::Success();

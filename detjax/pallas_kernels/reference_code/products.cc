@@ -142,6 +142,9 @@ DETJAX_EXPORT(product, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>().Att
 DETJAX_EXPORT(expert_product, DETJAX_POOL.Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(route, DETJAX_POOL.Arg<In>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
               .Attr<int64_t>("num_experts").Attr<bool>("renormalise"));
+DETJAX_EXPORT(route_by_sigmoid, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
+              .Ret<ffi::AnyBuffer>().Attr<int64_t>("num_experts").Attr<bool>("renormalise")
+              .Attr<float>("scale").Attr<float>("smallest"));
 DETJAX_EXPORT(add_experts, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>());
 DETJAX_EXPORT(quantize_rows, DETJAX_POOL.Arg<In>().Arg<In>().Ret<ffi::AnyBuffer>()
               .Ret<ffi::AnyBuffer>().Attr<float>("largest").Attr<float>("bound")
