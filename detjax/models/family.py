@@ -72,6 +72,38 @@ class ExpertKeys:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MtpLayout:
+    """How checkpoints of a family hold a head of multi-token prediction.
+
+    One layer like the model's that attend reads a matrix times a hidden state and the embedding of
+    the token behind it, each normalised, side by side (DeepSeek-AI 2024, arXiv:2412.19437).
+
+    Attributes:
+        count: Key of how many such heads there are.
+        prefix: How names of its tensors begin.
+        layer: How names of its layer's begin behind that.
+        embed_norm: Name of the gain of the norm of the embedding; these without ".weight".
+        hidden_norm: Likewise of the hidden state.
+        join: Of the matrix that joins the two.
+        last_norm: Of the gain of the norm before the model's own output matrix.
+        is_hidden_first: Whether that matrix reads the hidden state, then the embedding.
+        hands_normalised: As `HeadConfig` has it.
+        checked: Further keys of it, each with the only values that are supported.
+    """
+
+    count: str
+    prefix: str
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    join: str
+    last_norm: str
+    is_hidden_first: bool
+    hands_normalised: bool
+    checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
     """A published model that has a family's decoder among other parts, such as one for images.
 
@@ -129,6 +161,7 @@ class Family:
         wrapper: A published model whose text decoder is of this family; None has none.
         spare_tensors: How names of tensors begin that a checkpoint may hold and no text needs.
         rope_inert: Keys of rotary parameters that cannot change a logit of a text.
+        mtp: How its checkpoints hold a head that predicts further tokens; None has none.
     """
 
     name: str
@@ -160,3 +193,4 @@ class Family:
     wrapper: Wrapper | None = None
     spare_tensors: tuple[str, ...] = ()
     rope_inert: frozenset[str] = frozenset()
+    mtp: MtpLayout | None = None

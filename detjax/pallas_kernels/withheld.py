@@ -12,7 +12,8 @@ class Withheld:
         linear_ranks: Linear attention where ranks share a layer.
         query_angles: Models whose queries have other angles than keys.
         shared_experts: Mixtures with an expert that every token has.
-        head_ranks: EAGLE-3 heads where ranks share the model's layers.
+        head_ranks: Heads that draft where ranks share the model's layers.
+        mtp_heads: Heads of multi-token prediction.
         expert_gradients: A canonical backward pass of mixtures of experts.
         shared_training: Ranks of a trainer that share layers.
     """
@@ -21,5 +22,6 @@ class Withheld:
     query_angles: str = ""
     shared_experts: str = ""
     head_ranks: str = ""
+    mtp_heads: str = ""
     expert_gradients: str = ""
     shared_training: str = ""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays that stay on the devices from step to step: pages of the cache, slots, sampling."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Int32
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
-from detjax.models.eagle.head import AnyDraftModel, EagleHead
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.loading import LoadedModel
 from detjax.models.pages import CachePages, cache_of
 from detjax.models.params import padded_vocab_size
@@ -23,7 +22,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 HEAD_PAGES_SPEC = P(None, DP_AXIS)
-"""Of an EAGLE-3 head, which every rank runs whole."""
+"""Of a head, which every rank runs whole."""
 BY_ROW = P(DP_AXIS)
 LOGITS_SPEC = P(DP_AXIS, TP_AXIS)
 """Of rows of the padded vocabulary."""
@@ -71,16 +70,13 @@ def rows_shape(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDt
 
 def pages_shape(model: AnyDraftModel, num_pages: int) -> Any:
     """Shapes of the cache with `num_pages` pages over all replicas, and their sharding."""
-    config, is_head = model.config, isinstance(model, EagleHead)
-    spec = HEAD_PAGES_SPEC if is_head else PAGES_SPEC
-    if is_head:  # a layer of attention, whatever its model's are
-        config = dataclasses.replace(config, linear_attention=None)
+    spec = HEAD_PAGES_SPEC if isinstance(model, DraftHead) else PAGES_SPEC
     sharding = NamedSharding(model.mesh, spec)
 
     def shape(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_layers, num_pages, *page), dtype, sharding=sharding)
 
-    return cache_of(config, model.profile, num_kv_slots=model.num_kv_slots, make=shape)
+    return cache_of(model.config, model.profile, num_kv_slots=model.num_kv_slots, make=shape)
 
 
 def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:

@@ -10,7 +10,7 @@ import jax
 
 from detjax.engine.config import OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.running.device_arrays import pages_shape
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.parallel.mesh import DP_AXIS
 
