@@ -14,6 +14,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.decoder import forward
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
+from detjax.models.pages import cache_of
 from detjax.models.taps import FeatureTaps
 
 GivesStates = Callable[[np.ndarray], tuple[Activation[Array, "B T X"], Activation[Array, "B T D"]]]
@@ -38,16 +39,18 @@ def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int
     config, page_len = model.config, model.profile.attention_block
     context = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
     num_pages = -(-length // page_len)
-    pages_shape = (
-        config.num_layers, batch * num_pages, 2, model.num_kv_slots, page_len, config.head_dim,
-    )  # fmt: skip
+
+    def empty(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.Array:
+        return jnp.zeros((num_layers, batch * num_pages, *page), dtype)
+
     table = np.arange(batch * num_pages, dtype=np.int32).reshape(batch, num_pages)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
 
     def local(params, tables, ids):
         taps = FeatureTaps(layers)
         tokens = Tokens(ids=ids, positions=jnp.asarray(positions), page_table=jnp.asarray(table))
-        pages = jnp.zeros(pages_shape, model.profile.cache_dtype)
+        slots = model.num_kv_slots
+        pages = cache_of(config, model.profile, num_kv_slots=slots, make=empty)
         watched = dataclasses.replace(context, taps=taps)
         _, last = forward(watched, params, tables, pages, tokens)
         return taps.features().reshape(batch, length, -1), last.reshape(batch, length, -1)
