@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from detjax.models.family import MtpLayout
 from detjax.models.heads.head import DraftHead
-from detjax.models.heads.mtp import mtp_specs, place_mtp_head
+from detjax.models.heads.mtp import check_mtp_head, mtp_specs, place_mtp_head
 from detjax.models.heads.mtp_config import mtp_config
 from detjax.models.loading import LoadedModel
 from detjax.models.params import ParamRole, ParamSpec, TensorSpec
@@ -96,6 +96,7 @@ def mtp_tensors(values: Mapping[str, Any], *, seed: int = 0) -> Tensors:
 def random_mtp_head(model: LoadedModel, layout: MtpLayout, *, seed: int = 0) -> DraftHead:
     """A head with random weights beside a model that was read from no folder."""
     head_config = mtp_config(model.config, layout)
+    check_mtp_head(head_config, model)
 
     def make(spec: TensorSpec) -> jax.Array:
         values = np.stack([
@@ -117,7 +118,7 @@ def random_mtp_head(model: LoadedModel, layout: MtpLayout, *, seed: int = 0) -> 
 
 
 def abstract_mtp_head(model: LoadedModel, layout: MtpLayout) -> DraftHead:
-    """A head as shapes, beside a model of shapes."""
+    """A head as shapes, beside a model of shapes, withheld or not."""
     head_config = mtp_config(model.config, layout)
 
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:

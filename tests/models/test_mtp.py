@@ -5,6 +5,7 @@ What they draft is compared with float64 in NumPy by the published formulas. Whe
 from the right token and the right hidden state is seen with heads that know the next token.
 """
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from detjax.models.heads.features import text_states
 from detjax.models.heads.head import DraftHead, draft_logits, head_pass, read_features
 from detjax.models.heads.mtp import load_mtp_head
 from detjax.models.heads.mtp_config import find_mtp_layout
-from detjax.models.hf_config import load_config
+from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.hub import check_model
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, load_model
+from detjax.models.weights.load import load_params
 from detjax.numerics import NumericsProfile
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import cpu_backend, dummy_config, dummy_model
@@ -154,6 +156,23 @@ def test_a_head_that_nobody_asked_for_is_not_read(folders, tmp_path):
     shutil.copyfile(GOLDEN / "qwen3_5" / "model.safetensors", tmp_path / "model.safetensors")
     with_head, without = (load(one, NumericsProfile()) for one in (folders["qwen3_5"], tmp_path))
     trees = [jax.tree.leaves(one.params) for one in (with_head, without)]
+    assert all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
+
+
+def test_mimo_is_qwen2_but_for_its_head(tmp_path):
+    """The same weights by the same names give the same parameters."""
+    values = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
+    expected = load_config(GOLDEN / "qwen2")
+    named = {**values, "architectures": MIMO["architectures"], "model_type": "mimo"}
+    assert dataclasses.replace(config_from_hf(named), family="qwen2") == expected
+    options = {"dtype": "bfloat16", "vocab_block": 64}
+    trees = []
+    for folder, config in ((GOLDEN / "qwen2", expected), (tmp_path, config_from_hf(named))):
+        held = load_file(GOLDEN / "qwen2" / "model.safetensors")
+        if folder == tmp_path:
+            held |= mtp_tensors(named)
+            save_file(held, folder / "model.safetensors")
+        trees.append(jax.tree.leaves(load_params(folder, config, make_mesh(1, 1), **options)))
     assert all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
 
 

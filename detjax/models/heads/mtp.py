@@ -190,11 +190,7 @@ def place_mtp_head(head_config: HeadConfig, params: Params, model: LoadedModel) 
         head_config: What it is.
         params: As `mtp_specs` has them.
         model: That verifies.
-
-    Raises:
-        ValueError: As `check_mtp_head` does.
     """
-    check_mtp_head(head_config, model)
     shared = ["embed", "lm_head", *["final_norm"] * head_config.hands_normalised]
     return DraftHead(
         head_config=head_config,
