@@ -523,7 +523,7 @@ def mtp_program(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProg
     """The same of the MTP head of Qwen3.5 9B, beside the last two layers of that."""
     (family,) = (one for one in REGISTRY if one.name == "qwen3_5_text")
     assert family.mtp is not None
-    model = abstract_model(2, make_config=lambda _: last_layers(family.name))
+    model = abstract_model(2, PRESSED_BYTES, make_config=lambda _: last_layers(family.name))
     head = abstract_mtp_head(model, family.mtp)
     return head_program(model, head, kind, weights=weights, **sizes)
 
@@ -719,14 +719,18 @@ PROGRAMS = {
     "pressed_head_window_one": lambda: pressed_head(
         "decode", weights="eagle3", rows=1, table_len=34, length=3
     ),
-    "mtp_features": lambda: mtp_program(
+    "pressed_mtp_features": lambda: mtp_program(
         "prefill", weights="full", rows=1, table_len=10, length=512
     ),
-    "mtp_features_of_windows": lambda: mtp_program(
+    "pressed_mtp_features_of_windows": lambda: mtp_program(
         "verify", weights="full", rows=8, table_len=10, length=4
     ),
-    "mtp_prefill": lambda: mtp_program("prefill", weights="mtp", rows=1, table_len=10, length=512),
-    "mtp_window": lambda: mtp_program("decode", weights="mtp", rows=8, table_len=10, length=3),
+    "pressed_mtp_prefill": lambda: mtp_program(
+        "prefill", weights="mtp", rows=1, table_len=10, length=512
+    ),
+    "pressed_mtp_window": lambda: mtp_program(
+        "decode", weights="mtp", rows=8, table_len=10, length=3
+    ),
     # Logits are left where they are made, or in the first rows of what a choice program reads.
     "pressed_leaves_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=8),
     "pressed_leaves_few_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=16),

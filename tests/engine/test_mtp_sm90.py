@@ -19,6 +19,7 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import programs as programs_module
 from detjax.models.config import LinearAttentionConfig
+from detjax.models.family import MtpLayout
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
 from detjax.pallas_kernels.backend import Backend
@@ -56,6 +57,12 @@ def nothing_is_withheld(monkeypatch):
     monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
 
 
+def layout_of(family: str) -> MtpLayout:
+    found = family_named(family)
+    assert found is not None and found.mtp is not None
+    return found.mtp
+
+
 @cache
 def model(family: str) -> LoadedModel:
     return dummy_model(CONFIGS[family], backend=Backend.SM90)
@@ -76,7 +83,7 @@ def drafted(family: str, *, count: int = 4, **changes) -> tuple[list[Completion]
     def mostly_right(token_ids, positions):
         return jnp.asarray(text)[jnp.clip(positions, 0, len(text) - 1)]
 
-    layout = family_named(family).mtp
+    layout = layout_of(family)
     made = Engine(
         model(family), EngineConfig(**SIZES | DRAFTS | changes),
         draft_model=random_mtp_head(model(family), layout), candidates=mostly_right,
@@ -96,7 +103,7 @@ def test_drafts_of_a_head_change_no_bit(family, mode):
 @pytest.mark.invariance
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_head_with_an_acceptance_of_its_own_changes_no_bit(family):
-    layout = family_named(family).mtp
+    layout = layout_of(family)
     head = random_mtp_head(model(family), layout)
     made = Engine(model(family), EngineConfig(**SIZES | DRAFTS), draft_model=head)
     assert [done.digest() for done in made.generate([ASKED] * 2)] == [plain(family).digest()] * 2
