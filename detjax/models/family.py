@@ -82,11 +82,10 @@ class MtpLayout:
         count: Key of how many such heads there are.
         prefix: How names of its tensors begin.
         layer: How names of its layer's begin behind that.
-        embed_norm: Name of the gain of the norm of the embedding; these without ".weight".
-        hidden_norm: Likewise of the hidden state.
-        join: Of the matrix that joins the two.
-        last_norm: Of the gain of the norm before the model's own output matrix.
-        is_hidden_first: Whether that matrix reads the hidden state, then the embedding.
+        names: Of tensors beside it, less ".weight", by the names of `DraftHead.params`: gains of
+            the norms of the embedding, of the hidden state and before the output matrix, and the
+            matrix `join`.
+        is_hidden_first: Whether that reads the hidden state, then the embedding.
         hands_normalised: As `HeadConfig` has it.
         checked: Further keys of it, each with the only values that are supported.
     """
@@ -94,10 +93,7 @@ class MtpLayout:
     count: str
     prefix: str
     layer: str
-    embed_norm: str
-    hidden_norm: str
-    join: str
-    last_norm: str
+    names: Mapping[str, str]
     is_hidden_first: bool
     hands_normalised: bool
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

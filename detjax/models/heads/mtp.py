@@ -72,7 +72,7 @@ def _in_head(name: str, layout: MtpLayout) -> str:
 
 def _name_of(param: str, layout: MtpLayout) -> str:
     """The name of a tensor beside the head's layer."""
-    return f"{layout.prefix}{getattr(layout, param)}.weight"
+    return f"{layout.prefix}{layout.names[param]}.weight"
 
 
 def _head_readings(
