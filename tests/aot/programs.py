@@ -523,7 +523,9 @@ def mtp_program(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProg
     """The same of the MTP head of Qwen3.5 9B, beside the last two layers of that."""
     (family,) = (one for one in REGISTRY if one.name == "qwen3_5_text")
     assert family.mtp is not None
-    model = abstract_model(2, PRESSED_BYTES, make_config=lambda _: last_layers(family.name))
+    # The embedding and the output matrix take 4 GB alone.
+    memory = 3 * PRESSED_BYTES
+    model = abstract_model(2, memory, make_config=lambda _: last_layers(family.name))
     head = abstract_mtp_head(model, family.mtp)
     return head_program(model, head, kind, weights=weights, **sizes)
 
