@@ -81,7 +81,9 @@ class LLMConfig:
             dp=model.mesh.shape[DP_AXIS],
             tp=model.mesh.shape[TP_AXIS],
             engine=engine,
-            cache_bytes=cache_bytes(model, engine.num_pages, draft_model),
+            cache_bytes=cache_bytes(
+                model, engine.num_pages, draft_model, num_local_pages=engine.num_local_pages
+            ),
             speculative=speculative,
         )
 
@@ -89,6 +91,8 @@ class LLMConfig:
         """Return what runs, and what decides its bits, as lines for people."""
         model, engine, profile = self.model, self.engine, self.profile
         cast = "" if self.weight_cast == NO_CAST else f" (cast from {self.weight_cast})"
+        count = engine.num_local_pages
+        local = f" ({count} of layers with a window or linear attention)" if count else ""
         cache = f", {profile.kv_cache_dtype} cache" if profile.has_fp8_cache else ""
         return {
             "model": f"{self.name}: {model.family}, {model.num_layers} layers of "
@@ -102,7 +106,7 @@ class LLMConfig:
             "mesh": f"dp {self.dp} x tp {self.tp}",
             "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
             f"tokens, room for {engine.max_len}",
-            "cache": f"{engine.num_pages} pages, {self.cache_bytes / 2**30:.2f} GiB",
+            "cache": f"{engine.num_pages} pages{local}, {self.cache_bytes / 2**30:.2f} GiB",
         }
 
     def __str__(self) -> str:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of an engine that nobody has asked for: by the hardware, and by the work if it is known."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from detjax.engine.config import EngineConfig
-from detjax.engine.running.memory import pages_that_fit
+from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
@@ -57,15 +59,21 @@ def choose_sizes(
     context = min(one.config.max_position_embeddings for one in models)
     # Checked with as many sequences as may be, before anything is divided by what was asked for.
     checked = EngineConfig(**{"max_len": context, "batch_size": 2**16, **asked})
-    # Processes of a job may have unlike memory free, and need one number of pages.
-    fitting = checked.num_pages or least_of_processes(
-        pages_that_fit(
-            model,
-            gpu_memory_utilization=gpu_memory_utilization,
-            draft_weights=checked.draft_weights,
-            draft_model=draft_model,
+
+    def fit(local_of: Callable[[int], int]) -> int:
+        # Processes of a job may have unlike memory free, and need one number of pages.
+        return least_of_processes(
+            pages_that_fit(
+                model,
+                gpu_memory_utilization=gpu_memory_utilization,
+                draft_weights=checked.draft_weights,
+                draft_model=draft_model,
+                local_of=local_of,
+            )
         )
-    )
+
+    one = dataclasses.replace(checked, batch_size=dp, decode_batches=(), verify_batches=())
+    fitting = checked.num_pages or fit(partial(_local_pages, model, asked, one))
     max_len = min(context, fitting // dp * model.profile.attention_block)
     if work is not None:
         # What was rounded up may shrink to what fits; the work itself may not.
@@ -82,8 +90,14 @@ def choose_sizes(
     sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
     if is_gpu:
         sizes = _gpu_shapes(sizes, is_chunk_asked="prefill_chunk" in asked, dp=dp) | sizes
+    config = EngineConfig(**sizes)
     if not checked.num_pages:
+        fitting = fit(partial(_local_pages, model, asked, config))
+        if "max_len" not in asked:
+            sizes["max_len"] = min(sizes["max_len"], fitting // dp * model.profile.attention_block)
         sizes["num_pages"] = _num_pages(model, sizes, fitting, is_gpu=is_gpu, work=work)
+    config = EngineConfig(**sizes)
+    sizes["num_local_pages"] = _local_pages(model, asked, config, config.num_pages)
     config = EngineConfig(**sizes)
     check_longest(model, config)
     return config
@@ -157,6 +171,15 @@ def check_longest(model: LoadedModel, config: EngineConfig) -> None:
             f"{have * page_len}, or give the cache {needed * dp} pages (--cache-pages), more "
             "memory or more devices"
         )
+
+
+def _local_pages(
+    model: LoadedModel, asked: Mapping[str, Any], config: EngineConfig, num_pages: int
+) -> int:
+    """Pages of local layers: as many as were asked for, or what goes with `num_pages`."""
+    if "num_local_pages" in asked:
+        return asked["num_local_pages"]
+    return enough_local(model, config, num_pages)
 
 
 def _pages_of(model: LoadedModel, num_tokens: int) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third of the slow tests at a time, and no start of a test after the end of the time.
+"""An eighth of the slow tests at a time, and no start of a test after the end of the time.
 
-`--shard K` keeps the tests of one of three shards. `.ci/run` takes K from the number of commits, so
-three submissions in a row run every slow test. Tests of one file share models and programs, so a
+`--shard K` keeps the tests of one of eight shards. `.ci/run` takes K from the number of commits, so
+eight commits in a row run every slow test: with fewer shards the time was over before the end of
+each, and what stood there never ran. Tests of one file share models and programs, so a
 file is in one shard. The tests of `SEPARATE` compile in processes of their own and share nothing.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-NUM_SHARDS = 3
+NUM_SHARDS = 8
 
 SECONDS = Path(__file__).with_name("seconds.json")
 """Seconds of the slow tests of each file: a first estimate, until `--write-seconds` of a run of all

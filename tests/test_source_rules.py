@@ -320,6 +320,7 @@ def test_rules_find_what_they_are_for():
 
 ENGINE_OPTIONS = {
     "batch_size": 4, "prefill_chunk": 32, "max_len": 256, "mode": "dvr", "num_pages": 40,
+    "num_local_pages": 0,
     "decode_batches": (2,), "decode_lens": (128,), "prefill_shapes": ((2, 16),),
     "max_tokens_per_step": 512, "max_prefill_streak": 3, "verify_rows": 3, "verify_batches": (2,),
     "verify_window": 8, "verify_patience": 2, "verify_deadline": 32, "max_draft_fraction": 0.5,

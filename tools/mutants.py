@@ -567,11 +567,47 @@ MUTANTS = (
         edits=(
             Edit(
                 where=ENGINE,
-                old="row.num_preemptions, len(seq.pages), row.is_draft",
-                new="row.num_preemptions, row.is_draft",
+                old="row.num_preemptions, len(seq.pages), seq.held",
+                new="row.num_preemptions, seq.held",
             ),
         ),
         tests=(f"{SCHEDULES}::test_wrong_drafts_are_never_committed_and_right_ones_are",),
+    ),
+    Mutant(
+        name="local-pages-are-not-told",
+        fault="a decode step is laid out as the last one was, though local layers have other pages",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="row.num_preemptions, len(seq.pages), seq.held",
+                new="row.num_preemptions, len(seq.pages)",
+            ),
+        ),
+        tests=("tests/engine/test_local_pages.py",),
+    ),
+    Mutant(
+        name="local-page-given-away-early",
+        fault="a local page goes to others while a token of the sequence still reads it",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="return max(0, position - self._reach + 1) // self._page_len",
+                new="return max(0, position - self._reach + 2) // self._page_len",
+            ),
+        ),
+        tests=("tests/engine/test_local_pages.py",),
+    ),
+    Mutant(
+        name="prefix-without-local-pages",
+        fault="a prefix is taken from the cache though its local pages are gone",
+        edits=(
+            Edit(
+                where=ENGINE,
+                old="return pages if self._local is None else pages[",
+                new="return pages or pages[",
+            ),
+        ),
+        tests=("tests/engine/test_scheduler.py",),
     ),
     Mutant(
         name="requests-leak",

@@ -4,7 +4,8 @@
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from detjax.certify.requests import AnswerBits, answer_of
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
+from detjax.engine.running.memory import enough_local, local_reach
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
 from detjax.models.loading import LoadedModel
@@ -45,9 +47,17 @@ class Subject:
     def engine(self, *, candidates: Candidates = keep_candidates, **changes) -> Engine:
         """Make an engine with an empty prefix cache and the programs of earlier equal ones."""
         gc.collect()  # the cache of the engine before
-        config = dataclasses.replace(self.config, **changes)
+        config = self._changed(changes)
         programs = self._programs_of(config, candidates)
         return Engine(self.model, config, programs=programs)
+
+    def _changed(self, changes: Mapping[str, Any]) -> EngineConfig:
+        """The configuration with other values, and local pages that go with them."""
+        config = dataclasses.replace(self.config, **changes)
+        if not config.num_local_pages or "num_local_pages" in changes:
+            return config
+        enough = enough_local(self.model, config, config.num_pages)
+        return dataclasses.replace(config, num_local_pages=enough)
 
     def replica(self, config: EngineConfig) -> ReplicaConfig:
         """Return the configuration of each replica of such an engine."""
@@ -56,19 +66,17 @@ class Subject:
             dp=self.model.mesh.shape[DP_AXIS],
             page_len=self.model.profile.attention_block,
             steps_beat_xla=KERNELS[self.model.backend].steps_beat_xla,
+            local_reach=local_reach(self.model),
         )
 
     def _programs_of(self, config: EngineConfig, candidates: Candidates) -> ProgramCache:
-        dp = self.model.mesh.shape[DP_AXIS]
-        replica = self.replica(config)
-        key = replica.num_pages, replica.num_slots, replica.verify_window, candidates
+        sizes = self.replica(config).program_sizes
+        key = *sizes.values(), candidates
         is_plain = candidates is keep_candidates
         if key not in self._programs:
             self._programs[key] = ProgramCache(
                 self.model,
-                num_pages=dp * replica.num_pages,
-                num_slots=dp * replica.num_slots,
-                window_len=replica.verify_window,
+                **sizes,
                 candidates=candidates,
                 others=None if is_plain else self._programs_of(config, keep_candidates),
             )
@@ -94,7 +102,7 @@ class Subject:
         """
         dp, page_len = self.model.mesh.shape[DP_AXIS], self.model.profile.attention_block
         longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
-        config = dataclasses.replace(self.config, **changes)
+        config = self._changed(changes)
         replica = self.replica(config)
         table_len = next(n for n in replica.table_lens if n * page_len >= longest)
         rows = [min(-(-n // dp), replica.num_slots) for n in counts]

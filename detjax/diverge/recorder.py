@@ -17,6 +17,7 @@ from detjax.engine.running.choice_programs import ChoicePrograms, Program
 from detjax.engine.running.program_key import AnyKey, ChoiceKey, ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.loading import LoadedModel
+from detjax.models.pages import CachePages
 from detjax.models.taps import Share, WatchedOps
 from detjax.models.transformer import DecoderOps
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -89,7 +90,7 @@ class RecordedTaps:
         self._layer, self._prefix = layer_idx, prefix
 
 
-OnLaunch = Callable[[ProgramKey, abc.Sequence[Any], jax.Array, dict[Tap, "Seen"]], None]
+OnLaunch = Callable[[ProgramKey, abc.Sequence[Any], CachePages, dict[Tap, "Seen"]], None]
 """Told (program, host operands, the cache after the launch, what its taps saw)."""
 
 

@@ -14,7 +14,9 @@ from detjax.diverge.canonical import Canonical
 from detjax.diverge.recorder import Seen, Tap
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
 from detjax.engine.running.program_key import ChoiceKey, ProgramKey
+from detjax.models.config import CacheKind
 from detjax.models.loading import LoadedModel
+from detjax.models.pages import CachePages, kv_of
 
 CACHED = ("cached_k", "cached_v")
 """Keys and values as the cache holds them after the launch that wrote them."""
@@ -29,7 +31,8 @@ class Step:
         row: Of the program, over all replicas.
         pages: Physical pages of the sequence, as its row of the page table has them.
         values: Canonical values of this position, [ranks, ...], in the order of the program.
-        cache: Keys and values of all positions up to this one, [n, L, 2, K, C].
+        cache: Keys and values of all positions up to this one, [n, L, 2, K, C]; zeros for layers
+            that have none.
         beside: The other rows of the launch, for people.
     """
 
@@ -79,7 +82,7 @@ class Recording:
         self.digests: dict[int, dict[Tap, bytes]] = {}
         self.choices: dict[int, tuple[int, int]] = {}
         self.step: Step | None = None
-        self._canonical = Canonical(model)
+        self._canonical, self._config = Canonical(model), model.config
         self._token_ids = np.asarray(token_ids, np.int32)
         self._num_slots, self._num_pages = num_slots, num_pages
         self._page_len = model.profile.attention_block
@@ -88,7 +91,7 @@ class Recording:
         self._last: list[int] = []  # positions of the sequence in the last launch
 
     def on_launch(
-        self, key: ProgramKey, host: abc.Sequence[Any], kv_cache: jax.Array, seen: dict[Tap, Seen]
+        self, key: ProgramKey, host: abc.Sequence[Any], kv_cache: CachePages, seen: dict[Tap, Seen]
     ) -> None:
         """Keep what a launch computed for the sequence."""
         self._last = []
@@ -164,12 +167,24 @@ class Recording:
         return found
 
     def _cached(
-        self, kv_cache: jax.Array, replica: int, pages: np.ndarray, positions: np.ndarray
+        self, kv_cache: CachePages, replica: int, pages: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
         """Return entries [n, L, 2, K, C] of positions of a sequence."""
-        page_ids = replica * self._num_pages + pages[positions // self._page_len]
-        entries = _entries(kv_cache, jnp.asarray(page_ids), jnp.asarray(positions % self._page_len))
-        return self._canonical.keys_and_values(np.asarray(entries))
+        page_ids = jnp.asarray(replica * self._num_pages + pages[positions // self._page_len])
+        offsets = jnp.asarray(positions % self._page_len)
+        found: dict[CacheKind, np.ndarray] = {}
+        layers = []
+        for layer in range(self._config.num_layers):
+            kind = self._config.cache_kind(layer)
+            if kind == "linear":
+                layers.append(None)
+                continue
+            if kind not in found:
+                found[kind] = np.asarray(_entries(kv_of(kv_cache, kind), page_ids, offsets))
+            layers.append(found[kind][:, self._config.cache_index(layer)])
+        nothing = np.zeros_like(next(entry for entry in layers if entry is not None))
+        entries = np.stack([nothing if entry is None else entry for entry in layers], axis=1)
+        return self._canonical.keys_and_values(entries)
 
     def _read(self, key: ProgramKey, packed: np.ndarray) -> _Rows:
         """Find the sequence among the rows of a launch."""

@@ -2,6 +2,7 @@
 """What an engine is told at its start: sizes and policies, none of which can change a bit."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from detjax.defaults import HEADS
 
@@ -11,6 +12,8 @@ DRAFTS_OF_OTHERS = (DRAFT_MODEL, *HEADS)
 """Draft weights that are no form of the model's own."""
 OWN_DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
 DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, *DRAFTS_OF_OTHERS)
+MOST_STEPS_AHEAD = 2
+"""Steps in flight when results are read, where `steps_ahead` is None."""
 SELF_CHECKS = ("off", "start", "always")
 
 AGEING_STEPS = 200
@@ -32,6 +35,11 @@ class EngineConfig:
             no claim, and deterministic requests are refused.
         num_pages: Cache pages over all replicas, a multiple of dp; 0 is enough for `batch_size`
             sequences of `max_len`.
+        num_local_pages: The same of local layers: those with a sliding window or with linear
+            attention, in a model that has others as well. Such a layer reads a bounded number of
+            tokens back, so it needs fewer pages; what it keeps beyond those of running sequences
+            serves prefixes. At least `ReplicaConfig.least_local_pages`; 0 gives these layers
+            the pages of the others.
         decode_batches: Further batch sizes, below `batch_size` and over all replicas, for which a
             decode step is compiled; the smallest that holds the rows runs.
         decode_lens: Further lengths, in tokens, for which decode and verify steps are compiled; the
@@ -95,6 +103,7 @@ class EngineConfig:
     max_len: int = 1024
     mode: str = "invariant"
     num_pages: int = 0
+    num_local_pages: int = 0
     decode_batches: tuple[int, ...] = ()
     decode_lens: tuple[int, ...] = (2048, 4096)
     prefill_shapes: tuple[tuple[int, int], ...] = ()
@@ -124,6 +133,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in (
             "num_pages",
+            "num_local_pages",
             "max_tokens_per_step",
             "max_prefill_streak",
             "verify_patience",
@@ -195,6 +205,15 @@ class EngineConfig:
             raise ValueError(f"max_draft_fraction={self.max_draft_fraction} must be from 0 to 1")
 
 
+class ProgramSizes(TypedDict):
+    """What programs are compiled for, besides the model, over all replicas: `ReplicaConfig`."""
+
+    num_pages: int
+    num_local_pages: int
+    num_slots: int
+    window_len: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConfig:
     """What follows from a configuration for each replica: all that the engine's parts read.
@@ -217,6 +236,9 @@ class ReplicaConfig:
         ageing_steps: Steps of waiting that one level of priority is worth.
         has_prompt_lookup: Sequences that are not drafted wait for each result, so that the host can
             propose drafts from it.
+
+        num_local_pages: Pages of local layers of a replica; 0 where they have those of the others.
+        local_reach: Tokens back that local layers read, the token itself included.
 
     Raises:
         ValueError: If no prefill would fit into a step beside everything else.
@@ -246,6 +268,8 @@ class ReplicaConfig:
     has_prefix_cache: bool
     has_prompt_lookup: bool
     self_check: str
+    num_local_pages: int = 0
+    local_reach: int = 0
 
     def __post_init__(self):
         """Check that a prefill always fits."""
@@ -267,9 +291,47 @@ class ReplicaConfig:
         """Most windows of one verification."""
         return self.verify_sizes[-1]
 
+    @property
+    def num_tables(self) -> int:
+        """Page tables of a launch."""
+        return 2 if self.num_local_pages else 1
+
+    @property
+    def program_sizes(self) -> ProgramSizes:
+        """What programs are compiled for."""
+        return ProgramSizes(
+            num_pages=self.num_replicas * self.num_pages,
+            num_local_pages=self.num_replicas * self.num_local_pages,
+            num_slots=self.num_replicas * self.num_slots,
+            window_len=self.verify_window,
+        )
+
+    def least_local_pages(self, steps_ahead: int | None) -> int:
+        """Pages of local layers with which no sequence ever waits for one.
+
+        Each slot has what the next token reads and what is in flight, each prefill its tokens as
+        well. One more of each is for an answer that is checked again.
+
+        Args:
+            steps_ahead: As `EngineConfig` has it.
+        """
+        num_launches = (steps_ahead or MOST_STEPS_AHEAD) + 3  # two more, and drafts
+        in_flight = num_launches * max(self.verify_window, self.decode_steps)
+        a_sequence = -(-(self.local_reach + in_flight) // self.page_len) + 1
+        a_chunk = -(-max(length for _, length in self.prefill_shapes) // self.page_len) + 1
+        num_prefills = min(self.num_slots, max(rows for rows, _ in self.prefill_shapes)) + 1
+        a_sequence, a_chunk = min(self.table_len, a_sequence), min(self.table_len, a_chunk)
+        return (self.num_slots + 1) * a_sequence + num_prefills * a_chunk
+
     @classmethod
     def of(
-        cls, config: EngineConfig, *, dp: int, page_len: int, steps_beat_xla: bool
+        cls,
+        config: EngineConfig,
+        *,
+        dp: int,
+        page_len: int,
+        steps_beat_xla: bool,
+        local_reach: int = 0,
     ) -> "ReplicaConfig":
         """Divide a configuration that `check_config` has passed over `dp` replicas.
 
@@ -278,6 +340,7 @@ class ReplicaConfig:
             dp: Replicas.
             page_len: Tokens of a page.
             steps_beat_xla: As `KernelSet` has it, of the kernels that run.
+            local_reach: As `ReplicaConfig` has it; 0 where no layers are local.
         """
         num_slots = config.batch_size // dp
         table_len = -(-config.max_len // page_len)
@@ -315,6 +378,8 @@ class ReplicaConfig:
             has_prefix_cache=config.has_prefix_cache,
             has_prompt_lookup=config.has_prompt_lookup,
             self_check=config.self_check,
+            num_local_pages=config.num_local_pages // dp,
+            local_reach=local_reach,
         )
 
 
@@ -327,7 +392,7 @@ def _draft_lens(config: EngineConfig) -> tuple[int, ...]:
 
 def check_config(config: EngineConfig, dp: int, context: int) -> None:
     """Refuse what does not go with the mesh or the model."""
-    for name in ("batch_size", "num_pages"):
+    for name in ("batch_size", "num_pages", "num_local_pages"):
         if getattr(config, name) % dp:
             raise ValueError(
                 f"{name}={getattr(config, name)} must be a multiple of dp={dp}, so that each "

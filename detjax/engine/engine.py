@@ -47,6 +47,7 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
 from detjax.engine.running.draft_programs import check_draft_model
 from detjax.engine.running.launch_times import quickest_steps_ahead
+from detjax.engine.running.memory import check_local_pages, local_reach
 from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling
 from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
 from detjax.engine.sampling.grammars import Grammars
@@ -123,14 +124,18 @@ class Engine:
             dp=dp,
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
+            local_reach=local_reach(model),
         )
+        check_local_pages(model, config)
         _check_adapters(model, config)
         if jax.process_count() > 1:
             # WHY: each process plans its own steps, and their clocks differ.
             replica = dataclasses.replace(replica, adapts_drafts=False)
         draft_model = self._checked_draft_model(draft_model, model, config)
         self._model, self._config = model, config
-        self._stats = EngineStats(num_pages=dp * replica.num_pages)
+        self._stats = EngineStats(
+            num_pages=dp * replica.num_pages, num_local_pages=dp * replica.num_local_pages
+        )
         self._scheduler = Scheduler(
             replica,
             root_key=hashlib.sha256(f"{model.fingerprint} {model.config}".encode()).digest(),
@@ -193,6 +198,7 @@ class Engine:
             replica,
             runner=self._runner,
             pools=lambda: scheduler.pools,  # no cycle: a dropped engine frees its cache
+            local_pages=lambda: scheduler.local_pages,
             claim=self._claim,
             stats=self._stats,
         )
@@ -796,6 +802,8 @@ class Engine:
         stats.num_adapters = len(self._adapters)
         stats.num_adapters_evicted = self._scheduler.adapters.num_evicted
         stats.num_pages_evicted = sum(pool.num_evicted for pool in pools)
+        local = [pages for pages in self._scheduler.local_pages if pages is not None]
+        stats.num_local_pages_held = sum(pages.num_held for pages in local)
         stats.num_preempted = self._scheduler.num_preempted
         stats.prefix_tokens = self._scheduler.num_prefix_tokens
         return stats

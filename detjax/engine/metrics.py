@@ -119,6 +119,8 @@ class EngineStats:
         num_pages_held: Pages that sequences, and a check of an answer, hold, now.
         num_pages_cached: Pages kept for their content alone, now.
         num_pages_evicted: Such pages that were given out again.
+        num_local_pages: Pages of local layers, where they have fewer than the others.
+        num_local_pages_held: Of these, what sequences and a check of an answer hold, now.
         num_adapters: Adapters that requests may name, now.
         num_adapters_evicted: Adapters that lost their slot on the devices to another.
         num_preempted: Times a sequence lost its pages to another.
@@ -170,6 +172,8 @@ class EngineStats:
     num_pages_held: int = 0
     num_pages_cached: int = 0
     num_pages_evicted: int = 0
+    num_local_pages: int = 0
+    num_local_pages_held: int = 0
     num_adapters: int = 0
     num_adapters_evicted: int = 0
     num_preempted: int = 0

@@ -147,7 +147,9 @@ def _why_not_traced(
     )
     table = jax.ShapeDtypeStruct((1024, len(config.ropes) * config.head_dim // 2), jnp.float32)
 
-    def shape(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    def shape(
+        num_layers: int, *page: int, dtype: jnp.dtype, is_local: bool = False
+    ) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_layers, 8, *page), dtype)
 
     pages = cache_of(config, profile, num_kv_slots=num_slots, make=shape)

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 
@@ -19,6 +19,10 @@ class RopeKind(enum.Enum):
     YARN = "yarn"  # NTK-by-parts, with a factor on cos and sin; arXiv:2309.00071
     LONGROPE = "longrope"  # each frequency divided by a factor of its own; arXiv:2402.13753
     NONE = "none"  # all angles are 0: positions are not encoded; a layer, never a file, says so
+
+
+CacheKind = Literal["kv", "window", "linear"]
+"""Parts of the cache: keys and values; those of layers that see a window; of linear attention."""
 
 
 class NormPlacement(enum.Enum):
@@ -239,10 +243,39 @@ class ModelConfig:
         """Whether a layer has linear attention."""
         return self.linear_attention is not None and self.linear_attention.layers[layer_idx]
 
+    @property
+    def has_local_layers(self) -> bool:
+        """Whether some layers read a bounded number of tokens back, and others read all."""
+        is_local = [
+            window is not None or self.is_linear(i) for i, window in enumerate(self.sliding_windows)
+        ]
+        return any(is_local) and not all(is_local)
+
+    def local_reach(self, page_len: int) -> int:
+        """How many tokens back local layers read at most, the token itself included.
+
+        A layer of linear attention reads the state behind the page before, and that page's last
+        rows.
+        """
+        windows = [window for window in self.sliding_windows if window is not None]
+        states = [page_len + 1] if self.linear_attention is not None else []
+        return max([*windows, *states], default=0)
+
+    def cache_kind(self, layer_idx: int) -> CacheKind:
+        """Which part of the cache a layer has."""
+        if self.is_linear(layer_idx):
+            return "linear"
+        has_window = self.sliding_windows[layer_idx] is not None
+        return "window" if has_window and self.has_local_layers else "kv"
+
     def cache_index(self, layer_idx: int) -> int:
-        """Where a layer is among those that have the same kind of cache."""
-        kind = self.is_linear(layer_idx)
-        return sum(self.is_linear(i) == kind for i in range(layer_idx))
+        """Where a layer is among those that have the same part of the cache."""
+        kind = self.cache_kind(layer_idx)
+        return sum(self.cache_kind(i) == kind for i in range(layer_idx))
+
+    def num_cached_layers(self, kind: CacheKind) -> int:
+        """How many layers have a part of the cache."""
+        return sum(self.cache_kind(i) == kind for i in range(self.num_layers))
 
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
         """The same model of some of its layers, or of one several times."""

@@ -98,7 +98,8 @@ class CanonicalOps:
             gate, stream = self._projected(weights, "attn_gate", stream)
         qkv, stream = project(ctx, weights, stream)
         cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
-        operands = ctx, weights, qkv, cos, sin, kv_of(cache), tokens, layer_idx
+        kind = ctx.config.cache_kind(layer_idx)
+        operands = ctx, weights, qkv, cos, sin, kv_of(cache, kind), tokens, layer_idx
         if wanted is None:
             kv, heads = attend(*operands)
         else:
@@ -109,7 +110,7 @@ class CanonicalOps:
             if wanted is not None:
                 gate = wanted_rows(ctx, gate, tokens.ids.shape, wanted)
             heads = sigmoid_gate(heads, gate, backend=ctx.backend)
-        return with_kv(cache, kv), heads, stream
+        return with_kv(cache, kind, kv), heads, stream
 
     def _wanted_in(self, layer_idx: int):
         """Which token of each sequence goes through a layer; None for all."""

@@ -25,6 +25,7 @@ from detjax.models.layers import (
     embed_tokens,
     expert_extras,
     normalise_all_heads,
+    place_of,
     qk_gains,
     rope_rows,
     see_tokens,
@@ -45,7 +46,6 @@ from detjax.pallas_kernels.linear.quantized import (
     W8A8Matrix,
     expanded,
 )
-from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import split_heads, write_pages
 from detjax.pallas_kernels.rope.rotation import Rotation, angles_of_keys, angles_of_queries
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -88,13 +88,14 @@ class FastOps:
 
     def _attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
         cos, sin = (angles_of(self.ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
+        kind = self.ctx.config.cache_kind(layer_idx)
         kv, heads = attention_layer(
-            self.ctx, weights, stream.x, cos, sin, kv_of(cache), self.tokens, layer_idx
+            self.ctx, weights, stream.x, cos, sin, kv_of(cache, kind), self.tokens, layer_idx
         )
         if "attn_gate" in weights:
             gate = product(stream.x, weights["attn_gate"], jnp.float32)
             heads = (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
-        return with_kv(cache, kv), heads
+        return with_kv(cache, kind, kv), heads
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """A product, then its gates."""
@@ -399,7 +400,7 @@ def attention_layer(
     qkv = projected_heads(ctx, weights, x)
     gains = qk_gains(config, weights)
     window = config.sliding_windows[layer]
-    place = CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer))
+    place = place_of(config, pages, tokens, layer)
     if KERNELS[ctx.backend].attention_beats_xla and config.attention_softcap is None:
         out, pages = rope_attention(
             qkv, Rotation(cos, sin, gains), place,
@@ -417,7 +418,7 @@ def attention_layer(
     pages = write_pages(place, k, v)
     q = q.reshape(*tokens.ids.shape, -1, config.head_dim)
     out = _gathered_attention(
-        q, pages[place.layer], tokens.page_table, tokens.positions, window,
+        q, pages[place.layer], place.page_table, tokens.positions, window,
         config.attention_softcap, weights.get("sinks"),
     )  # fmt: skip
     return pages, out.reshape(x.shape[0], -1)
@@ -444,6 +445,9 @@ def _gathered_attention(
         is_seen &= key_pos[None] > positions[:, :, None] - window
     # What a freed page still holds must not meet a product, not even with weight 0.
     is_written = key_pos <= jnp.max(positions, axis=1, keepdims=True)
+    if window is not None:
+        earliest = jnp.min(jnp.where(positions < 0, jnp.max(positions), positions), axis=1)
+        is_written &= key_pos > earliest[:, None] - window
     is_written = is_written.reshape(batch, -1, 1, page_len, 1)
     v = jnp.where(is_written, v, 0)
     q = q.reshape(batch, query_len, kv_heads, num_heads // kv_heads, channels)

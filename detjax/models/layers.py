@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.models.config import ExpertConfig, Gating, ModelConfig
+from detjax.models.config import CacheKind, ExpertConfig, Gating, ModelConfig
 from detjax.models.params import kv_layout
 from detjax.models.taps import NO_TAPS, NoTaps, Share, Taps
 from detjax.models.transformer import AfterGains, Stream
@@ -88,6 +88,8 @@ class Tokens:
         ids: Token ids, int32 [B, T].
         positions: Absolute position of each, int32 [B, T]; -1 marks padding.
         page_table: Cache page of each block of a sequence, int32 [B, n].
+        local_table: The same of local layers; None where they have the pages of the others. An
+            entry before what they read may be of any page.
         adapters: Slot of each sequence's adapter, int32 [B], -1 where it has none; None in a
             program without adapters.
     """
@@ -96,6 +98,11 @@ class Tokens:
     positions: Any
     page_table: Any
     adapters: Any = None
+    local_table: Any = None
+
+    def table_of(self, kind: CacheKind) -> Any:
+        """The page table of the layers that have a part of the cache."""
+        return self.page_table if kind == "kv" or self.local_table is None else self.local_table
 
 
 @jax.tree_util.register_dataclass
@@ -239,7 +246,7 @@ def attend(
     out, pages = rope_attention(
         qkv.reshape(batch * length, -1, config.head_dim),
         Rotation(cos, sin, qk_gains(config, weights)),
-        CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer)),
+        place_of(config, pages, tokens, layer),
         window=config.sliding_windows[layer],
         eps=config.rms_norm_eps,
         profile=ctx.profile,
@@ -248,6 +255,14 @@ def attend(
         sinks=weights.get("sinks"),
     )
     return pages, out.reshape(batch * length, -1)
+
+
+def place_of(
+    config: ModelConfig, pages: Cached[Array, "L N 2 K P C"], tokens: Tokens, layer: int
+) -> CachePlace:
+    """Where new tokens of a layer lie, in the part of the cache that it has."""
+    table = tokens.table_of(config.cache_kind(layer))
+    return CachePlace(pages, table, tokens.positions, config.cache_index(layer))
 
 
 def qk_gains(config: ModelConfig, weights: dict) -> tuple[jax.Array, jax.Array] | None:
@@ -282,7 +297,7 @@ def attend_from(
     q, pages = rope_into_cache(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
         Rotation(cos, sin, qk_gains(config, weights)),
-        CachePlace(pages, tokens.page_table, tokens.positions, config.cache_index(layer)),
+        place_of(config, pages, tokens, layer),
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )
@@ -292,7 +307,7 @@ def attend_from(
         positions = jnp.take_along_axis(positions, wanted[:, None], axis=1)
     out = attention(
         q,
-        CachePlace(pages, tokens.page_table, positions, config.cache_index(layer)),
+        place_of(config, pages, tokens, layer)._replace(positions=positions),
         window=config.sliding_windows[layer],
         softcap=config.attention_softcap,
         sinks=weights.get("sinks"),

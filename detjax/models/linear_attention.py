@@ -96,7 +96,7 @@ def linear_attend(
         gates,
         cache.rows,
         cache.states,
-        tokens.page_table,
+        tokens.table_of("linear"),
         tokens.positions,
         layer=config.cache_index(layer_idx),
         backend=ctx.backend,

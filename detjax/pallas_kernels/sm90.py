@@ -90,6 +90,10 @@ withheld = Withheld(
         "MTP heads are withheld on sm90: no run on a GPU has shown the bits of a model that one "
         "drafts for; use another method of speculative_config, or the backend reference or portable"
     ),
+    local_pages=(
+        "local layers with a page table of their own are withheld on sm90: no run on a GPU has "
+        "shown their bits; leave num_local_pages out (0), or use the backend reference or portable"
+    ),
     expert_gradients=(
         "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
         "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "

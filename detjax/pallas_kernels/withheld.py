@@ -16,6 +16,7 @@ class Withheld:
         mtp_heads: Heads of multi-token prediction.
         expert_gradients: A canonical backward pass of mixtures of experts.
         shared_training: Ranks of a trainer that share layers.
+        local_pages: A page table of their own for local layers.
     """
 
     linear_ranks: str = ""
@@ -25,3 +26,4 @@ class Withheld:
     mtp_heads: str = ""
     expert_gradients: str = ""
     shared_training: str = ""
+    local_pages: str = ""

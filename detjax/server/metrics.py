@@ -30,6 +30,8 @@ GAUGES = {
     "num_self_unchecked": "Canonical programs that no self-check has compared with prefill yet.",
     "num_pages_held": "Pages that sequences, and a check of an answer, hold.",
     "num_pages_cached": "Pages kept for their content alone.",
+    "num_local_pages": "Pages of local layers, where they have fewer than the others.",
+    "num_local_pages_held": "Of these, what sequences and a check of an answer hold.",
     "num_adapters": "Adapters that requests may name.",
 }
 COUNTERS = {

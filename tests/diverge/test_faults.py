@@ -104,10 +104,10 @@ def test_control_a_tap_that_changes_a_bit_is_noticed(monkeypatch):
 def test_splits_chosen_from_the_batch_are_found_in_their_layer(monkeypatch):
     sound = portable_attention.attention
 
-    def attention(q, place, *, window, profile):
+    def attention(q, place, *, profile, **given):
         if place.layer == 1 and q.shape[0] > 1:
             profile = dataclasses.replace(profile, attention_split=PAGE)
-        return sound(q, place, window=window, profile=profile)
+        return sound(q, place, profile=profile, **given)
 
     monkeypatch.setattr(portable_attention, "attention", attention)
     found = find("", "batch=3,row=1", num_layers=2)

@@ -233,7 +233,7 @@ class IntegerSteps(ProgramCache):
 def integers(monkeypatch):
     """No array is allocated, and no annotation checked: a run takes milliseconds."""
 
-    def pages(model, num_pages):
+    def pages(model, num_pages, num_local_pages=0):
         # What a page holds before it is written differs from place to place.
         return Buffer([-7 * place for place in range(num_pages * PAGE)])
 

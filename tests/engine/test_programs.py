@@ -53,26 +53,32 @@ def test_step_does_not_copy_the_cache(kind, length):
 
 
 @pytest.mark.parametrize(("table_len", "length"), [(1, 1), (64, 1), (65, 512), (1024, 33)])
+@pytest.mark.parametrize("num_tables", [1, 2])
 @pytest.mark.parametrize("kind", [PrefillOperands, DecodeOperands, VerifyOperands])
-def test_every_part_of_a_row_begins_where_a_kernel_may_read_it(kind, table_len, length):
+def test_every_part_of_a_row_begins_where_a_kernel_may_read_it(kind, table_len, length, num_tables):
     sizes = {"table_len": table_len} | ({} if kind is DecodeOperands else {"length": length})
-    packed = kind.padding(1, no_slot=7, **sizes).pack()
-    assert packed.shape == (1, kind.num_columns(table_len=table_len, length=length))
+    packed = kind.padding(1, no_slot=7, num_tables=num_tables, **sizes).pack()
+    columns = kind.num_columns(table_len=table_len, length=length, num_tables=num_tables)
+    assert packed.shape == (1, columns)
     assert packed.dtype == np.int32 and packed.sum() == 7
     operands = kind.unpack(packed, **sizes)
     at = packed.__array_interface__["data"][0]
-    numbers, *parts = operands.slot, operands.page_table
+    numbers, *parts = operands.slot, *operands.tables
+    assert len(operands.tables) == num_tables
     parts += [] if kind is DecodeOperands else [operands.token_ids]
     for part in (numbers, *parts):
         assert (part.__array_interface__["data"][0] - at) % 256 == 0
 
 
+@pytest.mark.parametrize("num_tables", [1, 2])
 @pytest.mark.parametrize("kind", [PrefillOperands, DecodeOperands, VerifyOperands])
-def test_operands_are_unpacked_as_they_were_packed(kind):
+def test_operands_are_unpacked_as_they_were_packed(kind, num_tables):
     sizes = {"table_len": 70} | ({} if kind is DecodeOperands else {"length": 5})
     rng = np.random.default_rng(0)
-    padding = kind.padding(3, no_slot=7, **sizes)
-    names = [field.name for field in dataclasses.fields(kind)]
+    padding = kind.padding(3, no_slot=7, num_tables=num_tables, **sizes)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    names = [name for name in fields if getattr(padding, name) is not None]
+    assert len(names) == len(fields) - 2 + num_tables
     shapes = {name: getattr(padding, name).shape for name in names}
     drawn = kind(**{n: rng.integers(0, 1000, shapes[n]).astype(np.int32) for n in names})
     again = kind.unpack(drawn.pack(), **sizes)

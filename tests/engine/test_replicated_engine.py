@@ -50,7 +50,7 @@ def integers(monkeypatch):
     buffer, page_len = INTEGERS["Buffer"], INTEGERS["PAGE"]
     monkeypatch.setattr(
         device_state, "empty_pages",
-        lambda model, num_pages: buffer([-7 * place for place in range(num_pages * page_len)]),
+        lambda model, num_pages, _: buffer([-7 * place for place in range(num_pages * page_len)]),
     )  # fmt: skip
     monkeypatch.setattr(device_state, "empty", lambda model, shapes: buffer({}))
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -67,6 +67,7 @@ class Device:
         self.scheduler = scheduler
         self.config = config
         self.written: list[dict[int, tuple]] = [{} for _ in range(config.num_replicas)]
+        self.local: list[dict[int, tuple]] = [{} for _ in range(config.num_replicas)]
         self.windows: dict[tuple[int, int], list[int]] = {}  # of each slot: committed, drafts
         self.prefixes: dict[tuple[int, int], list[int]] = {}  # all tokens up to the committed one
         self.is_right = lambda: True
@@ -89,6 +90,24 @@ class Device:
             prefix, how = written[place]
             assert prefix == tuple(tokens[: position + 1]), "read another sequence's entry"
             assert how == "canonical" or kind == "draft", "read a draft's entry"
+        if self.config.num_local_pages:
+            self.write_locally(seq, tokens, start, kind=kind)
+
+    def write_locally(self, seq: Sequence, tokens: list[int], start: int, *, kind: str) -> None:
+        """The same on the pages of local layers, which read no further back than they may."""
+        held, written = seq.held, self.local[seq.replica]
+
+        def place(position: int) -> int:
+            index = position // PAGE - held.first
+            assert 0 <= index < len(held.local_pages), "a local layer has no such page"
+            return held.local_pages[index] * PAGE + position % PAGE
+
+        for position in range(start, len(tokens)):
+            written[place(position)] = (tuple(tokens[: position + 1]), kind)
+        for position in range(max(0, start - self.config.local_reach + 1), len(tokens)):
+            prefix, how = written[place(position)]
+            assert prefix == tuple(tokens[: position + 1]), "a local layer read another's entry"
+            assert how == "canonical" or kind == "draft", "a local layer read a draft's entry"
 
     def launch(self, batch: ScheduledBatch) -> None:
         done = []
@@ -355,13 +374,15 @@ class Simulation:
             assert is_ended or id(seq) in failed or seq.state is not SequenceState.DONE
 
 
-def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
+def random_configuration(rng: np.random.Generator, steps_ahead: int = 3) -> ReplicaConfig:
     """Every policy, and sizes at which pages, slots and windows run out."""
     slots, window = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 1, 2, 3, 5]))
     has_prompt_lookup = rng.random() < 0.2
     has_model = window > 1 and not has_prompt_lookup and rng.random() < 0.5
+    (of_local,) = rng.spawn(1)
+    reach = 0 if has_model else int(of_local.choice([0, 1, 3, 5, 9]))
     shapes = (((1, 6),), ((1, 6), (2, 4)), ((1, 1),), ((3, 9),))
-    return changed(
+    config = changed(
         num_replicas=int(rng.choice([1, 1, 1, 2])),
         num_slots=slots,
         num_pages=int(rng.integers(2, 11)),
@@ -380,7 +401,12 @@ def random_configuration(rng: np.random.Generator) -> ReplicaConfig:
         ageing_steps=int(rng.choice([0, 1, 10])),
         has_prefix_cache=bool(rng.random() < 0.5),
         has_prompt_lookup=has_prompt_lookup,
+        local_reach=reach,
     )
+    if not reach:
+        return config
+    least = config.least_local_pages(steps_ahead)
+    return dataclasses.replace(config, num_local_pages=least + int(of_local.choice([0, 0, 1, 4])))
 
 
 class HalfWrong:
@@ -402,7 +428,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32 - 1))
     def choose(self, seed):
-        config = random_configuration(np.random.default_rng(seed))
+        config = random_configuration(np.random.default_rng(seed), 1 + seed % 3)
         given = {"drafters": (HalfWrong(),)} if config.has_prompt_lookup else {}
         self.simulation = Simulation(config, steps_ahead=1 + seed % 3, **given)
 
@@ -455,6 +481,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = {page for s in running for page in s.pages}
             assert pool.num_pages - pool.num_available == len(held)
             counts = Counter(page for s in running for page in s.pages)
+            if (local := scheduler.local_pages[replica]) is not None:
+                bound = local.bound[sorted({page for s in running for page in s.held_pages})]
+                assert len(set(bound.tolist())) == len(bound) == local.num_held
+                for seq in running:
+                    assert tuple(local.bound[seq.held_pages].tolist()) == seq.held.local_pages
             for seq in running:
                 private = [p for p in seq.pages[seq.num_registered :] if counts[p] > 1]
                 assert not private, "an unfinished page has two owners"
@@ -466,6 +497,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.simulation.scheduler.num_waiting == 0
         for pool in self.simulation.scheduler.pools:
             assert pool.num_available == pool.num_pages
+        for local in self.simulation.scheduler.local_pages:
+            assert local is None or local.num_held == 0
         for index in self.cancelled:
             assert self.simulation.seqs[index].state is SequenceState.DONE
         kept = [s for i, s in enumerate(self.simulation.seqs) if i not in self.cancelled]

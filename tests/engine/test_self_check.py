@@ -33,7 +33,7 @@ from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check import program_check, recheck
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
 from detjax.engine.self_check.filled_places import FilledPlaces
-from detjax.engine.self_check.probes import make_probes, place_probes
+from detjax.engine.self_check.probes import IdlePages, make_probes, place_probes
 from detjax.engine.self_check.session import Session
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
@@ -502,7 +502,7 @@ def test_other_tokens_are_written_by_the_program_that_does_it_fastest():
 
 def test_every_probe_writes_pages_of_its_own_and_reads_what_nobody_writes():
     idle = np.asarray([[20, 19, 18, 17, 16, 15, 14, 3, 2, 1, 0]], np.int32)
-    placement, left = place(probes(), idle, num_pages=21)
+    placement, left = place(probes(), IdlePages(pages=idle, num_pages=21))
     assert placement is not None and not left
     own = [set(pages) for pages in placement.written[0].tolist()]
     assert sum(map(len, own)) == len(set().union(*own)) <= 11
@@ -522,7 +522,7 @@ def test_probes_are_placed_a_few_at_a_time_where_pages_are_few(num_pages):
     left, placed = probes(), []
     idle = np.arange(num_pages, dtype=np.int32)[None]
     while left:
-        placement, left = place(left, idle, num_pages=num_pages)
+        placement, left = place(left, IdlePages(pages=idle, num_pages=num_pages))
         if placement is None:
             left = left[1:]
             continue
@@ -541,8 +541,8 @@ def test_other_tokens_are_written_only_where_the_cache_is_not_as_it_was_filled()
     probes = make_probes(
         num_positions=256, num_new=2, vocab_size=320, profile=NumericsProfile(), is_filtered=False
     )
-    idle = np.arange(8, dtype=np.int32)[None]
-    placement, _ = place_probes(probes, idle, num_company=2, num_pages=9, table_len=2, page_len=128)
+    idle = IdlePages(pages=np.arange(8, dtype=np.int32)[None], num_pages=9)
+    placement, _ = place_probes(probes, idle, num_company=2, table_len=2, page_len=128)
     assert placement is not None and len(placement.probes) > 1
     filled = FilledPlaces(is_known=True)
     assert all(filled.has(placement, i, 128) for i in range(len(placement.probes)))

@@ -229,7 +229,7 @@ def test_the_commands_of_the_page_run(monkeypatch, tmp_path, capsys):
     page = (ROOT / "docs" / "evaluation.md").read_text()
     commands = re.findall(r"^python -m detjax\.eval (.*)$", page, re.M)
     assert len(commands) >= 2
-    runnable = [command for command in commands if "examples/evaluation" in command]
+    runnable = [command for command in commands if "model=novels-6m" in command]
     assert len(runnable) == 1
     monkeypatch.chdir(ROOT)
     args = shlex.split(runnable[0]) + ["--output_path", str(tmp_path), "--log_samples"]

@@ -22,6 +22,7 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
+from detjax.engine.running.memory import least_local
 from detjax.models import abstract
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
@@ -195,6 +196,43 @@ def test_batch_chunk_and_path_change_nothing(case):
         prefilled = [one.logprob for one in scored[-len(completion.token_ids) :]]
         decoded = np.stack(completion.logprobs)
         assert_bitwise_equal(np.array(prefilled, np.float32), decoded, claim=f"{case}: path")
+
+
+def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
+    """Answers that differ between the fewest local pages and as many as other layers have."""
+    config = dataclasses.replace(config_of(case), max_position_embeddings=1024)
+    rng, found = np.random.default_rng(7), []
+    asked = [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, 320, length)),
+            sampling=SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i),
+        )
+        for i, length in enumerate((5, 300, 120, 640, 505, 33))
+    ]
+    sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=768)
+    with mock.patch.object(sm90, "withheld", Withheld()):
+        made = dummy_model(config, backend=backend)
+        for num_local in (0, least_local(made, sizes)):
+            engine = Engine(made, dataclasses.replace(sizes, num_local_pages=num_local))
+            found += [engine.generate(asked), engine.generate(asked)]
+            assert engine.stats().num_self_check_differences == 0
+    want, *others = [[(c.token_ids, crc_of([c])) for c in one] for one in found]
+    assert 0 < num_local < engine.stats().num_pages
+    return sum(a != b for one in others for a, b in zip(one, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["gemma3", "gpt_oss", "olmo3", "qwen3_5"])
+def test_fewer_pages_for_local_layers_change_nothing(case):
+    """Windows, sinks and states: each with the fewest pages, twice, and with all pages."""
+    assert num_unlike_with_local_pages(case, Backend.SM90) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+def test_fewer_pages_for_local_layers_change_nothing_on_the_reference(case):
+    """The same on a CPU, so that the test itself has run."""
+    assert num_unlike_with_local_pages(case, Backend.REFERENCE) == 0
 
 
 @pytest.mark.gpu

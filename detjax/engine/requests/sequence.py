@@ -6,6 +6,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from detjax.engine.errors import OutOfPagesError
 from detjax.engine.outputs.request_output import (
@@ -38,6 +39,21 @@ class SequenceState(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     DONE = enum.auto()
+
+
+class HeldPages(NamedTuple):
+    """Which pages of a sequence local layers have, one after the other (`scheduling.local_pages`).
+
+    Attributes:
+        first: Which page of the sequence is the first of them.
+        local_pages: For each, the page of the cache of local layers.
+    """
+
+    first: int = 0
+    local_pages: tuple[int, ...] = ()
+
+
+NOTHING_HELD = HeldPages()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -92,6 +108,7 @@ class Sequence:
         pages: Its pages, in order.
         page_keys: Of its leading full pages.
         num_registered: How many leading pages the prefix cache knows.
+        held: Which of its pages are there for local layers.
         num_to_prefill: Tokens that prefill computes, before decoding goes on.
         num_prefilled: How many of them have been launched.
         num_cached: Tokens of the prompt that the prefix cache had when it first ran.
@@ -133,6 +150,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     num_registered: int = 0
+    held: HeldPages = NOTHING_HELD
     num_to_prefill: int = 0
     num_prefilled: int = 0
     num_cached: int = 0
@@ -160,6 +178,11 @@ class Sequence:
     def name(self) -> str:
         """For traces: request and sequence."""
         return f"{self.request_id}.{self.sequence_idx}"
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Those of its pages that local layers have for it."""
+        return self.pages[self.held.first : self.held.first + len(self.held.local_pages)]
 
     @property
     def num_outputs(self) -> int:

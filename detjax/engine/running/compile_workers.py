@@ -23,6 +23,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from detjax.compilation.kept_programs import keep_programs_of_build, opened_folder
+from detjax.engine.config import ProgramSizes
 from detjax.engine.running.program_key import AnyKey, ProgramKey
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.config import ModelConfig
@@ -74,7 +75,7 @@ class _Job:
     partition_specs: dict
     params: dict
     rope_tables: tuple
-    sizes: dict[str, int]
+    sizes: ProgramSizes
     keys: tuple[AnyKey, ...]
     cache_dir: str
     settings: dict[str, Any]
@@ -242,12 +243,7 @@ def main() -> None:
         del os.environ[_NO_MEMORY]
     else:
         os.environ[_NO_MEMORY] = given
-    programs = ProgramCache(
-        model,
-        num_pages=job.sizes["num_pages"],
-        num_slots=job.sizes["num_slots"],
-        window_len=job.sizes["window_len"],
-    )
+    programs = ProgramCache(model, **job.sizes)
     for i, key in enumerate(job.keys):
         programs.get(key, model.params)
         print(i, flush=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays that stay on the devices from step to step: pages of the cache, slots, sampling."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,15 +69,28 @@ def rows_shape(model: LoadedModel, count: int, dtype, *tail: int) -> jax.ShapeDt
     return jax.ShapeDtypeStruct((count, *tail), dtype, sharding=sharding)
 
 
-def pages_shape(model: AnyDraftModel, num_pages: int) -> Any:
-    """Shapes of the cache with `num_pages` pages over all replicas, and their sharding."""
-    spec = HEAD_PAGES_SPEC if isinstance(model, DraftHead) else PAGES_SPEC
+def pages_shape(model: AnyDraftModel, num_pages: int, num_local_pages: int = 0) -> Any:
+    """Shapes of the cache, and their sharding.
+
+    Args:
+        model: Whose cache it is.
+        num_pages: Over all replicas.
+        num_local_pages: The same of local layers; 0 where they have as many as the others.
+    """
+    config, is_head = model.config, isinstance(model, DraftHead)
+    spec = HEAD_PAGES_SPEC if is_head else PAGES_SPEC
+    if is_head:  # a layer of attention, whatever its model's are
+        windows = (None,) * config.num_layers
+        config = dataclasses.replace(config, linear_attention=None, sliding_windows=windows)
     sharding = NamedSharding(model.mesh, spec)
 
-    def shape(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_layers, num_pages, *page), dtype, sharding=sharding)
+    def shape(
+        num_layers: int, *page: int, dtype: jnp.dtype, is_local: bool = False
+    ) -> jax.ShapeDtypeStruct:
+        count = num_local_pages if is_local and num_local_pages else num_pages
+        return jax.ShapeDtypeStruct((num_layers, count, *page), dtype, sharding=sharding)
 
-    return cache_of(model.config, model.profile, num_kv_slots=model.num_kv_slots, make=shape)
+    return cache_of(config, model.profile, num_kv_slots=model.num_kv_slots, make=shape)
 
 
 def slots_shape(model: LoadedModel, num_slots: int, window_len: int) -> Slots:
@@ -150,6 +164,6 @@ def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list]:
     )
 
 
-def empty_pages(model: LoadedModel, num_pages: int) -> CachePages:
-    """Allocate the cache."""
-    return empty(model, pages_shape(model, num_pages))
+def empty_pages(model: LoadedModel, num_pages: int, num_local_pages: int = 0) -> CachePages:
+    """Allocate the cache: `pages_shape`."""
+    return empty(model, pages_shape(model, num_pages, num_local_pages))

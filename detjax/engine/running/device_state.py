@@ -153,7 +153,9 @@ class DeviceState:
         self._adjusted = empty(model, programs.adjusted_shape)
         self.filled = FilledPlaces(is_known=self._is_filled)
         self._arrays = (
-            (filled_pages if self._is_filled else empty_pages)(model, programs.num_pages),
+            (filled_pages if self._is_filled else empty_pages)(
+                model, programs.num_pages, programs.num_local_pages
+            ),
             empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
             empty(model, sampling_shape(model, programs.num_slots)),
         )
@@ -365,10 +367,10 @@ class DeviceState:
             slots, self._adjusted, result = self._choose(key, after, slots, sampling, result)
         return slots, result
 
-    def checksums(self, pages: np.ndarray) -> list[list[jax.Array]]:
+    def checksums(self, pages: np.ndarray, local_pages: np.ndarray | None) -> list[list[jax.Array]]:
         """A number for the content of each of these pages, int32 [dp, n]: `device.checksums`."""
         self.settle()
-        return self._ordered(checksums)(self._model.mesh, self._arrays[0], pages)
+        return self._ordered(checksums)(self._model.mesh, self._arrays[0], pages, local_pages)
 
     def _ordered[**P, R](self, call: Callable[P, R]) -> Callable[P, R]:
         return ordered(self._devices, call)

@@ -2,7 +2,8 @@
 """What a launch is given by the host, and what it gives back: one int32 array each way.
 
 The host fills in an operand record by name and packs it, the device unpacks it by name. Columns, a
-row each: page table, token ids, then three numbers. Results go the other way.
+row each: page table, that of local layers where they have their own, token ids, then three numbers.
+Results go the other way.
 """
 
 from dataclasses import dataclass
@@ -24,37 +25,76 @@ _ALIGNMENT = 64
 """
 
 
+_TABLES = "page_table", "local_table"
+
+
 def _aligned(num_columns: int) -> int:
     return -(-num_columns // _ALIGNMENT) * _ALIGNMENT
 
 
-def _num_columns(table_len: int, num_ids: int) -> int:
-    return _aligned(table_len) + _aligned(num_ids) + 3
+def _num_columns(table_len: int, num_ids: int, num_tables: int) -> int:
+    return num_tables * _aligned(table_len) + _aligned(num_ids) + 3
 
 
-def _pack(page_table: np.ndarray, token_ids: np.ndarray, *numbers: np.ndarray) -> np.ndarray:
-    (count, table_len), num_ids = page_table.shape, token_ids.shape[1]
-    packed = np.zeros((count, _num_columns(table_len, num_ids)), np.int32)
-    packed[:, :table_len] = page_table
-    ids_at = _aligned(table_len)
+def _tables(count: int, table_len: int, num_tables: int) -> dict[str, np.ndarray]:
+    """Empty page tables of a record: one, or two where local layers have their own."""
+    return {name: np.zeros((count, table_len), np.int32) for name in _TABLES[:num_tables]}
+
+
+def _pack(tables: list[np.ndarray], token_ids: np.ndarray, *numbers: np.ndarray) -> np.ndarray:
+    (count, table_len), num_ids = tables[0].shape, token_ids.shape[1]
+    packed = np.zeros((count, _num_columns(table_len, num_ids, len(tables))), np.int32)
+    for i, table in enumerate(tables):
+        first = i * _aligned(table_len)
+        packed[:, first : first + table_len] = table
+    ids_at = len(tables) * _aligned(table_len)
     packed[:, ids_at : ids_at + num_ids] = token_ids
     for i, column in enumerate(numbers, start=packed.shape[1] - 3):
         packed[:, i] = column
     return packed
 
 
-def _unpack_numbers(packed, table_len: int, num_ids: int) -> tuple[Any, Any, Any]:
-    first, second, third = packed[:, _aligned(table_len) + _aligned(num_ids) :].T
+def _unpack_numbers(packed) -> tuple[Any, Any, Any]:
+    first, second, third = packed[:, packed.shape[1] - 3 :].T
     return first, second, third
 
 
-def _unpack_ids(packed, table_len: int, num_ids: int):
-    ids_at = _aligned(table_len)
+def _unpack_tables(packed, table_len: int, num_ids: int) -> dict[str, Any]:
+    """The page tables of packed operands; how many there are follows from the columns."""
+    num_tables = (packed.shape[1] - 3 - _aligned(num_ids)) // _aligned(table_len)
+    starts = [i * _aligned(table_len) for i in range(num_tables)]
+    return {
+        name: packed[:, first : first + table_len]
+        for name, first in zip(_TABLES, starts, strict=False)
+    }
+
+
+def _unpack_ids(packed, num_ids: int):
+    ids_at = packed.shape[1] - 3 - _aligned(num_ids)
     return packed[:, ids_at : ids_at + num_ids]
 
 
+class _WithTables:
+    """An operand record's page tables.
+
+    Attributes:
+        page_table: [B, n].
+        local_table: [B, n], of local layers; None where they have the pages of the others.
+    """
+
+    __slots__ = ()
+    page_table: Any
+    local_table: Any
+
+    @property
+    def tables(self) -> list[Any]:
+        """One, or two where local layers have their own."""
+        both = self.page_table, self.local_table
+        return [table for table in both if table is not None]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillOperands:
+class PrefillOperands(_WithTables):
     """A chunk of a prompt in each row. All int32; NumPy arrays on the host.
 
     Attributes:
@@ -62,6 +102,7 @@ class PrefillOperands:
         start: [B], position of the first token.
         count: [B], tokens; 0 is padding.
         page_table: [B, n].
+        local_table: As `_WithTables` has it.
         token_ids: [B, T].
     """
 
@@ -70,44 +111,45 @@ class PrefillOperands:
     count: Any
     page_table: Any
     token_ids: Any
+    local_table: Any = None
 
     @staticmethod
-    def num_columns(*, table_len: int, length: int) -> int:
+    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
         """Columns of the packed array."""
-        return _num_columns(table_len, length)
+        return _num_columns(table_len, length, num_tables)
 
     @classmethod
     def padding(
-        cls, num_rows: int, *, no_slot: int, table_len: int, length: int
+        cls, num_rows: int, *, no_slot: int, table_len: int, length: int, num_tables: int = 1
     ) -> "PrefillOperands":
         """Make rows of padding, to be filled in: no slot, no page, no token."""
         return cls(
             slot=np.full(num_rows, no_slot, np.int32),
             start=np.zeros(num_rows, np.int32),
             count=np.zeros(num_rows, np.int32),
-            page_table=np.zeros((num_rows, table_len), np.int32),
             token_ids=np.zeros((num_rows, length), np.int32),
+            **_tables(num_rows, table_len, num_tables),
         )
 
     def pack(self) -> np.ndarray:
         """Lay the record out as one int32 array."""
-        return _pack(self.page_table, self.token_ids, self.slot, self.start, self.count)
+        return _pack(self.tables, self.token_ids, self.slot, self.start, self.count)
 
     @classmethod
     def unpack(cls, packed, *, table_len: int, length: int) -> "PrefillOperands":
         """Find the record in a packed array, on the host or the device."""
-        slot, start, count = _unpack_numbers(packed, table_len, length)
+        slot, start, count = _unpack_numbers(packed)
         return cls(
             slot=slot,
             start=start,
             count=count,
-            page_table=packed[:, :table_len],
-            token_ids=_unpack_ids(packed, table_len, length),
+            token_ids=_unpack_ids(packed, length),
+            **_unpack_tables(packed, table_len, length),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeOperands:
+class DecodeOperands(_WithTables):
     """Tokens to decode for each row, from its slot. All int32; NumPy arrays on the host.
 
     Attributes:
@@ -116,42 +158,47 @@ class DecodeOperands:
             committed. How many drafts there are is in the slot, so that rows stay as they are.
         count: [B], tokens wanted of a launch of several.
         page_table: [B, n].
+        local_table: As `_WithTables` has it.
     """
 
     slot: Any
     is_draft: Any
     count: Any
     page_table: Any
+    local_table: Any = None
 
     @staticmethod
-    def num_columns(*, table_len: int, length: int) -> int:
+    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
         """Columns of the packed array, whatever the length."""
-        return _num_columns(table_len, 0)
+        return _num_columns(table_len, 0, num_tables)
 
     @classmethod
-    def padding(cls, num_rows: int, *, no_slot: int, table_len: int) -> "DecodeOperands":
+    def padding(
+        cls, num_rows: int, *, no_slot: int, table_len: int, num_tables: int = 1
+    ) -> "DecodeOperands":
         """Make rows of padding, to be filled in: no slot, no page, no token."""
         return cls(
             slot=np.full(num_rows, no_slot, np.int32),
             is_draft=np.zeros(num_rows, np.int32),
             count=np.zeros(num_rows, np.int32),
-            page_table=np.zeros((num_rows, table_len), np.int32),
+            **_tables(num_rows, table_len, num_tables),
         )
 
     def pack(self) -> np.ndarray:
         """Lay the record out as one int32 array."""
         no_ids = self.page_table[:, :0]
-        return _pack(self.page_table, no_ids, self.slot, self.is_draft, self.count)
+        return _pack(self.tables, no_ids, self.slot, self.is_draft, self.count)
 
     @classmethod
     def unpack(cls, packed, *, table_len: int) -> "DecodeOperands":
         """Find the record in a packed array, on the host or the device."""
-        slot, is_draft, count = _unpack_numbers(packed, table_len, 0)
-        return cls(slot=slot, is_draft=is_draft, count=count, page_table=packed[:, :table_len])
+        slot, is_draft, count = _unpack_numbers(packed)
+        tables = _unpack_tables(packed, table_len, 0)
+        return cls(slot=slot, is_draft=is_draft, count=count, **tables)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOperands:
+class VerifyOperands(_WithTables):
     """A window in each row. All int32; NumPy arrays on the host.
 
     Attributes:
@@ -159,6 +206,7 @@ class VerifyOperands:
         num_drafts: [B], drafts of the window.
         is_given: [B], 1 where the drafts are `token_ids`, 0 where they are in the slot.
         page_table: [B, n].
+        local_table: As `_WithTables` has it.
         token_ids: [B, W]; the first column is not read, since the committed token is in the slot.
     """
 
@@ -167,39 +215,40 @@ class VerifyOperands:
     is_given: Any
     page_table: Any
     token_ids: Any
+    local_table: Any = None
 
     @staticmethod
-    def num_columns(*, table_len: int, length: int) -> int:
+    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
         """Columns of the packed array."""
-        return _num_columns(table_len, length)
+        return _num_columns(table_len, length, num_tables)
 
     @classmethod
     def padding(
-        cls, num_rows: int, *, no_slot: int, table_len: int, length: int
+        cls, num_rows: int, *, no_slot: int, table_len: int, length: int, num_tables: int = 1
     ) -> "VerifyOperands":
         """Make rows of padding, to be filled in: no slot, no page, no draft."""
         return cls(
             slot=np.full(num_rows, no_slot, np.int32),
             num_drafts=np.zeros(num_rows, np.int32),
             is_given=np.zeros(num_rows, np.int32),
-            page_table=np.zeros((num_rows, table_len), np.int32),
             token_ids=np.zeros((num_rows, length), np.int32),
+            **_tables(num_rows, table_len, num_tables),
         )
 
     def pack(self) -> np.ndarray:
         """Lay the record out as one int32 array."""
-        return _pack(self.page_table, self.token_ids, self.slot, self.num_drafts, self.is_given)
+        return _pack(self.tables, self.token_ids, self.slot, self.num_drafts, self.is_given)
 
     @classmethod
     def unpack(cls, packed, *, table_len: int, length: int) -> "VerifyOperands":
         """Find the record in a packed array, on the host or the device."""
-        slot, num_drafts, is_given = _unpack_numbers(packed, table_len, length)
+        slot, num_drafts, is_given = _unpack_numbers(packed)
         return cls(
             slot=slot,
             num_drafts=num_drafts,
             is_given=is_given,
-            page_table=packed[:, :table_len],
-            token_ids=_unpack_ids(packed, table_len, length),
+            token_ids=_unpack_ids(packed, length),
+            **_unpack_tables(packed, table_len, length),
         )
 
 

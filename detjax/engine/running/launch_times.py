@@ -3,6 +3,7 @@
 
 import jax
 
+from detjax.engine.config import MOST_STEPS_AHEAD
 from detjax.models.loading import LoadedModel
 
 SEVERAL = 8
@@ -47,7 +48,11 @@ def quickest_steps_ahead(model: LoadedModel, *, decode_steps: int) -> int:
         decode_steps: Most tokens of a sequence in one launch.
     """
     device_us = decode_steps * _device_us(model, 1)
-    return 2 if model.backend.platform == "gpu" and device_us < _READ_AND_LAUNCH_US else 1
+    return (
+        MOST_STEPS_AHEAD
+        if model.backend.platform == "gpu" and device_us < _READ_AND_LAUNCH_US
+        else 1
+    )
 
 
 def _num_kernels(model: LoadedModel) -> int:

@@ -3,36 +3,138 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from detjax.engine.config import OWN_DRAFT_WEIGHTS, EngineConfig
+from detjax.engine.config import (
+    DRAFTS_OF_OTHERS,
+    OWN_DRAFT_WEIGHTS,
+    EngineConfig,
+    ReplicaConfig,
+)
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 
 ROOM_STEP_BYTES = 2**26
+_PREFIX_SHARE = 8
+"""For how many pages there is one of local layers for prefixes, at least."""
 CPU_CACHE_BYTES = 2**30
 """Most that a cache takes of the host's memory where nobody says how much; a quarter of what is
 free where that is less."""
 
 
+def no_local_pages(num_pages: int) -> int:
+    """Give local layers the pages of the others."""
+    return 0
+
+
 def cache_bytes(
-    model: LoadedModel, num_pages: int, draft_model: AnyDraftModel | None = None
+    model: LoadedModel,
+    num_pages: int,
+    draft_model: AnyDraftModel | None = None,
+    *,
+    num_local_pages: int = 0,
 ) -> int:
     """Bytes of a cache of `num_pages` pages, over all devices, and of a draft model's beside it.
 
-    A head's cache is whole on each rank.
+    `num_local_pages` are those of local layers; 0 gives them as many as the others. A head's cache
+    is whole on each rank.
     """
     total = 0
     for one in (model,) if draft_model is None else (model, draft_model):
-        for pages in jax.tree.leaves(pages_shape(one, num_pages)):
+        for pages in jax.tree.leaves(pages_shape(one, num_pages, num_local_pages)):
             share = pages.sharding.shard_shape(pages.shape)
             total += math.prod(share) * pages.dtype.itemsize * model.mesh.size
     return total
+
+
+def local_reach(model: LoadedModel) -> int:
+    """How many tokens back local layers of a model read; 0 where none are local."""
+    config = model.config
+    return config.local_reach(model.profile.attention_block) if config.has_local_layers else 0
+
+
+def least_local(model: LoadedModel, config: EngineConfig) -> int:
+    """Pages of local layers that an engine must have, over all replicas; 0 without such layers."""
+    if not (reach := local_reach(model)):
+        return 0
+    dp, page_len = model.mesh.shape[DP_AXIS], model.profile.attention_block
+    replica = ReplicaConfig.of(
+        config, dp=dp, page_len=page_len, steps_beat_xla=False, local_reach=reach
+    )
+    return dp * replica.least_local_pages(config.steps_ahead)
+
+
+def enough_local(model: LoadedModel, config: EngineConfig, num_pages: int) -> int:
+    """Pages of local layers that go with `num_pages`, over all replicas.
+
+    0, which gives these layers the pages of the others, where it is no fewer or not possible.
+    """
+    least, dp = least_local(model, config), model.mesh.shape[DP_AXIS]
+    is_withheld = KERNELS[model.backend].withheld.local_pages
+    if is_withheld or config.draft_weights in DRAFTS_OF_OTHERS:
+        return 0
+    return least and with_prefixes(least, num_pages, *page_bytes(model), dp=dp)
+
+
+def with_prefixes(least: int, num_pages: int, of_others: int, of_local: int, *, dp: int) -> int:
+    """Local pages for running sequences and for prefixes; 0 if they are no fewer than the others.
+
+    A prefix is found where the pages that its last token reads are still there. For an eighth of
+    all pages there is such a page, or for so many that these take the bytes of the others.
+
+    Args:
+        least: What running sequences need.
+        num_pages: Of the others.
+        of_others: Bytes of a page.
+        of_local: Bytes of a local page.
+        dp: Replicas, each with as many.
+    """
+    share = max(_PREFIX_SHARE, -(-of_local // of_others))
+    wanted = least + num_pages // share // dp * dp
+    return wanted if wanted < num_pages else 0
+
+
+def page_bytes(model: LoadedModel, draft_model: AnyDraftModel | None = None) -> tuple[int, int]:
+    """Bytes of a page of every replica on a device: of other layers, and of local ones."""
+    dp, size = model.mesh.shape[DP_AXIS], model.mesh.size
+    both = cache_bytes(model, dp, draft_model, num_local_pages=dp)
+    of_others = cache_bytes(model, 2 * dp, draft_model, num_local_pages=dp) - both
+    return of_others // size, (both - of_others) // size
+
+
+def check_local_pages(model: LoadedModel, config: EngineConfig) -> None:
+    """Refuse a number of local pages that does not go with the model or the sizes.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    asked, least = config.num_local_pages, least_local(model, config)
+    if not asked:
+        return
+    if not least:
+        raise ValueError(
+            f"num_local_pages={asked} is for models of which some layers have a sliding window or "
+            "linear attention, and others read all tokens; leave it out (0)"
+        )
+    if why := KERNELS[model.backend].withheld.local_pages:
+        raise ValueError(f"num_local_pages={asked}: {why}")
+    if config.draft_weights in DRAFTS_OF_OTHERS:
+        raise ValueError(
+            f"num_local_pages={asked} does not go with draft_weights={config.draft_weights!r}: a "
+            "draft model reads the pages of the others; leave it out (0)"
+        )
+    if asked < least:
+        raise ValueError(
+            f"num_local_pages={asked} must be at least {least} for batch_size="
+            f"{config.batch_size} and these prefills, or 0"
+        )
 
 
 def check_memory(
@@ -50,7 +152,10 @@ def check_memory(
     """
     a_sequence = math.ceil(config.max_len / model.profile.attention_block)
     num_pages = config.num_pages or config.batch_size * a_sequence
-    a_device = cache_bytes(model, num_pages, draft_model) // model.mesh.size
+    a_device = (
+        cache_bytes(model, num_pages, draft_model, num_local_pages=config.num_local_pages)
+        // model.mesh.size
+    )
     devices = model.mesh.local_devices
     if devices[0].platform == "cpu":
         wanted, free, where = a_device * len(devices), free_host_bytes(), "this machine"
@@ -72,6 +177,7 @@ def pages_that_fit(
     gpu_memory_utilization: float,
     draft_weights: str,
     draft_model: AnyDraftModel | None = None,
+    local_of: Callable[[int], int] = no_local_pages,
 ) -> int:
     """Return how many pages the devices hold beside the weights, a multiple of dp.
 
@@ -87,6 +193,8 @@ def pages_that_fit(
         gpu_memory_utilization: In (0, 1].
         draft_weights: As `EngineConfig` has it.
         draft_model: Loaded beside it; each page has a part in its cache.
+        local_of: From pages to pages of local layers beside them, both over all replicas; 0 gives
+            local layers as many as the others.
 
     Raises:
         ValueError: If the weights leave no room for a page a replica.
@@ -110,6 +218,17 @@ def pages_that_fit(
     # A page of every replica takes as much of each device.
     a_page = cache_bytes(model, dp, draft_model) // model.mesh.size
     num_pages = room // a_page * dp
+    if local_of(num_pages):
+
+        def fits(count: int) -> bool:
+            num_local = local_of(count * dp)
+            size = cache_bytes(model, count * dp, draft_model, num_local_pages=num_local)
+            return size // model.mesh.size <= room
+
+        # At most: if local layers took nothing. The first count that does not fit, less one.
+        most = room // page_bytes(model, draft_model)[0] + 1
+        counts = range(num_pages // dp + 1, most + 1)
+        num_pages = dp * (counts.start + bisect_left(counts, True, key=lambda n: not fits(n)) - 1)
     if not num_pages:
         raise ValueError(
             f"the weights leave {room / 2**20:.1f} MiB of a device for the cache, "

@@ -7,7 +7,7 @@ What a step needs of the step before stays on the device: the slots, and the pag
 import dataclasses
 import time
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ from detjax.engine.running.program_key import (
     table_lens,
 )
 from detjax.engine.running.programs import Candidates, ProgramCache
-from detjax.engine.running.ready_programs import ReadyPrograms
+from detjax.engine.running.ready_programs import GivesIdlePages, ReadyPrograms
 from detjax.engine.running.resident_adapters import ResidentAdapters
 from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.claim import Claim
@@ -99,12 +99,15 @@ class Launch:
         return dataclasses.replace(result, choice=choice)
 
 
-def _decode_inputs(row: DecodeRow) -> tuple[int, ...]:
-    """What the operands of a row follow from. Until it is preempted a sequence only gets pages."""
+def _decode_inputs(row: DecodeRow) -> tuple[Hashable, ...]:
+    """What the operands of a row follow from.
+
+    Until it is preempted a sequence only gets pages; those of local layers come and go.
+    """
     seq = row.seq  # not kept itself: an engine at rest knows no request
     return (
         seq.request_id, seq.sequence_idx,
-        row.num_preemptions, len(seq.pages), row.is_draft, row.num_tokens,
+        row.num_preemptions, len(seq.pages), seq.held, row.is_draft, row.num_tokens,
     )  # fmt: skip
 
 
@@ -127,22 +130,10 @@ def _programs_for(
     Raises:
         ValueError: If they are of another model or other sizes.
     """
-    dp = config.num_replicas
-    sizes = {
-        "num_pages": dp * config.num_pages,
-        "num_slots": dp * config.num_slots,
-        "window_len": config.verify_window,
-    }
+    sizes = config.program_sizes
     if programs is None:
-        return ProgramCache(
-            model,
-            num_pages=sizes["num_pages"],
-            num_slots=sizes["num_slots"],
-            window_len=sizes["window_len"],
-            candidates=candidates,
-            draft_model=draft_model,
-        )
-    if not programs.is_for(model, draft_model, **sizes):
+        return ProgramCache(model, **sizes, candidates=candidates, draft_model=draft_model)
+    if not programs.is_for(model, draft_model, sizes):
         raise ValueError(
             f"programs for {programs.sizes} are not of this model and {sizes}; share "
             "those of an engine of these sizes, or none"
@@ -166,7 +157,7 @@ class ModelRunner:
         programs: ProgramCache | None,
         draft_model: AnyDraftModel | None,
         claim: Claim,
-        idle_pages: Callable[[int], list[list[int]]],
+        idle_pages: GivesIdlePages,
         stats: EngineStats,
         tracer: trace.TracesEvents,
     ):
@@ -179,7 +170,7 @@ class ModelRunner:
             programs: Programs to share, or None.
             draft_model: Makes the drafts where the configuration says so.
             claim: Is told what a check of programs finds.
-            idle_pages: Pages of each replica that nobody holds, at least so many if there are.
+            idle_pages: Of the scheduler.
             stats: Where launches and compilations are counted.
             tracer: Keeps a timeline.
 
@@ -218,6 +209,7 @@ class ModelRunner:
         slots = config.num_replicas, config.num_slots
         self._tables = np.zeros((*slots, config.table_len), np.int32)
         self._num_synced = np.zeros(slots, np.int32)
+        self._local_tables = np.zeros((*slots, config.table_len), np.int32)
 
     def reset(self) -> None:
         """Allocate the cache and the slots anew. Nothing that was in them is known any more."""
@@ -304,7 +296,7 @@ class ModelRunner:
             # The token that follows an unfinished prompt is not wanted.
             operands.slot[at] = seq.slot if row.is_last else unwanted_slot(seq.slot, no_slot)
             operands.start[at], operands.count[at] = row.start, count
-            operands.page_table[at] = self._tables[seq.replica, seq.slot]
+            self._put_tables(operands, at, seq.replica, seq.slot)
             with attributing_errors(seq):
                 operands.token_ids[at, :count] = row.token_ids
                 if row.is_scored:
@@ -345,7 +337,7 @@ class ModelRunner:
                 ids = seq.tokens[first : first + len(row.token_ids)]
                 operands.slot[at] = seq.slot if row.is_last else self._config.num_slots
                 operands.start[at], operands.count[at] = row.start, len(ids)
-                operands.page_table[at] = self._tables[seq.replica, seq.slot]
+                self._put_tables(operands, at, seq.replica, seq.slot)
                 operands.token_ids[at, : len(ids)] = ids
         return operands
 
@@ -368,6 +360,7 @@ class ModelRunner:
             no_slot=self._config.num_slots,
             table_len=self._config.table_len,
             length=shape[1],
+            num_tables=self._config.num_tables,
         )
 
     def _launch_decodes(self, rows: list[list[DecodeRow]]) -> list[Launch]:
@@ -407,7 +400,7 @@ class ModelRunner:
             ids = seq.tokens[start : min(start + shape[1], stop)]
             at = seq.replica * shape[0]
             operands.slot[at], operands.start[at], operands.count[at] = seq.slot, start, len(ids)
-            operands.page_table[at] = self._tables[seq.replica, seq.slot]
+            self._put_tables(operands, at, seq.replica, seq.slot)
             operands.token_ids[at, : len(ids)] = ids
             yield self._draft_prefill(shape, operands.pack())
 
@@ -426,7 +419,10 @@ class ModelRunner:
             kernels = "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
         operands = DecodeOperands.padding(
-            self._num_rows(key), no_slot=self._config.num_slots, table_len=key.table_len
+            self._num_rows(key),
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
         )
         for replica, part in enumerate(rows):
             for row in part:
@@ -437,7 +433,7 @@ class ModelRunner:
                 operands.slot[at] = slots
                 operands.is_draft[at] = [r.is_draft for r in part]
                 operands.count[at] = [r.num_tokens for r in part]
-                operands.page_table[at] = self._tables[replica, slots, : key.table_len]
+                self._put_tables(operands, at, replica, slots)
         return key, operands.pack()
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
@@ -448,13 +444,14 @@ class ModelRunner:
             no_slot=self._config.num_slots,
             table_len=key.table_len,
             length=length,
+            num_tables=self._config.num_tables,
         )
         for at, row in places(key, rows):
             seq = row.seq
             self._sync_pages(seq, is_new=False)
             operands.slot[at], operands.num_drafts[at] = seq.slot, row.num_drafts
             operands.is_given[at] = row.given is not None
-            operands.page_table[at] = self._tables[seq.replica, seq.slot, : key.table_len]
+            self._put_tables(operands, at, seq.replica, seq.slot)
             if row.given is not None:
                 with attributing_errors(seq):
                     self._refuse_unknown(row)
@@ -512,6 +509,17 @@ class ModelRunner:
         if first != count:
             self._tables[at][first:count] = seq.pages[first:]
             self._num_synced[at] = count
+        if self._config.num_local_pages:
+            held = seq.held
+            self._local_tables[at][:count] = 0  # of any page: nobody reads it
+            self._local_tables[at][held.first :][: len(held.local_pages)] = held.local_pages
+
+    def _put_tables(self, operands: Any, at: Any, replica: int, slots: Any) -> None:
+        """Fill in the page tables of rows, for the sequences of these slots."""
+        table_len = operands.page_table.shape[1]
+        operands.page_table[at] = self._tables[replica, slots, :table_len]
+        if operands.local_table is not None:
+            operands.local_table[at] = self._local_tables[replica, slots, :table_len]
 
     def _run(
         self,

@@ -23,7 +23,7 @@ from detjax.array_types import Array, Int32
 from detjax.compilation.kept_executables import Executable, compile_or_read, is_kept
 from detjax.compilation.lowered_kernels import lower
 from detjax.compilation.xla_flags import EXACT_OPTIONS, FAST_OPTIONS
-from detjax.engine.config import DRAFTS_OF_OTHERS
+from detjax.engine.config import DRAFTS_OF_OTHERS, ProgramSizes
 from detjax.engine.running.choice_programs import (
     ChoicePrograms,
     Program,
@@ -148,6 +148,7 @@ class ProgramCache:
 
     Attributes:
         num_pages: Cache pages over all replicas.
+        num_local_pages: The same of local layers; 0 where they have the pages of the others.
         num_slots: Slots over all replicas.
         window_len: Tokens of a verified window.
         drafts: Describes the programs of the draft model; None where there is none.
@@ -165,6 +166,7 @@ class ProgramCache:
         num_pages: int,
         num_slots: int,
         window_len: int,
+        num_local_pages: int = 0,
         candidates: Candidates = keep_candidates,
         others: "ProgramCache | None" = None,
         draft_model: AnyDraftModel | None = None,
@@ -176,6 +178,8 @@ class ProgramCache:
             num_pages: Cache pages over all replicas.
             num_slots: Slots over all replicas.
             window_len: Tokens of a verified window.
+            num_local_pages: Pages of local layers over all replicas; 0 gives them the pages, and
+                the page table, of the others.
             candidates: Replaces drafts of `dvr` and of a head, for tests of disagreement; traced
                 into the step that makes them.
             others: Programs of this model and these sizes with other candidates: their prefills,
@@ -185,7 +189,8 @@ class ProgramCache:
         self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
         self._model = model
         self._context = forward_context(model)
-        self._kv_cache = pages_shape(model, num_pages)
+        self.num_local_pages = num_local_pages
+        self._kv_cache = pages_shape(model, num_pages, num_local_pages)
         self._slots = slots_shape(model, num_slots, window_len)
         self._sampling = sampling_shape(model, num_slots)
         self._candidates = candidates
@@ -250,12 +255,18 @@ class ProgramCache:
         return self._compile(key, params, asked)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> ProgramSizes:
         """What every program is compiled for, besides the model."""
-        names = "num_pages", "num_slots", "window_len"
-        return {name: getattr(self, name) for name in names}
+        return ProgramSizes(
+            num_pages=self.num_pages,
+            num_local_pages=self.num_local_pages,
+            num_slots=self.num_slots,
+            window_len=self.window_len,
+        )
 
-    def is_for(self, model: LoadedModel, draft_model: AnyDraftModel | None, **sizes: int) -> bool:
+    def is_for(
+        self, model: LoadedModel, draft_model: AnyDraftModel | None, sizes: ProgramSizes
+    ) -> bool:
         """Whether these are programs of this model, a draft model if any, and these `sizes`."""
         drafts = None if self.drafts is None else self.drafts.model
         has_drafts = draft_model is None or drafts is draft_model
@@ -383,7 +394,9 @@ class ProgramCache:
 
     def _host_shapes(self, key: ProgramKey) -> tuple:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]
-        columns = _OPERANDS[key.kind].num_columns(table_len=key.table_len, length=key.length)
+        columns = _OPERANDS[key.kind].num_columns(
+            table_len=key.table_len, length=key.length, num_tables=1 + (self.num_local_pages > 0)
+        )
         host = rows_shape(self._model, rows, jnp.int32, columns)
         return (host, sampling_shape(self._model, rows)) if key.kind == "prefill" else (host,)
 
@@ -415,7 +428,7 @@ class ProgramCache:
         owner = sequence_slot(given.slot, len(slots.place))
         tokens = Tokens(
             ids=given.token_ids, positions=positions, page_table=given.page_table,
-            adapters=adapters_of(params, owner),
+            local_table=given.local_table, adapters=adapters_of(params, owner),
         )  # fmt: skip
         context, taps = self._watched(key)
         kv_cache, hidden, choice, last, logits = _choose_last(
@@ -475,10 +488,10 @@ class ProgramCache:
         ids = flat.at[place(offset)].get(mode="fill", fill_value=0)
         position = jnp.where(start < 0, -1, start + offset)
         # WHY: not a slice alone, which XLA copies by a memory node of the graph, with longer gaps.
-        page_table = jnp.where(position[:, None] < 0, 0, given.page_table)
+        page_table, *local = (jnp.where(position[:, None] < 0, 0, table) for table in given.tables)
         tokens = Tokens(
             ids=ids[:, None], positions=position[:, None], page_table=page_table,
-            adapters=adapters_of(params, slot),
+            local_table=local[0] if local else None, adapters=adapters_of(params, slot),
         )  # fmt: skip
         kv_cache, _, choice, _, logits = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens,
@@ -520,7 +533,7 @@ class ProgramCache:
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
         tokens = Tokens(
             ids=ids, positions=positions, page_table=given.page_table,
-            adapters=adapters_of(params, slot),
+            local_table=given.local_table, adapters=adapters_of(params, slot),
         )  # fmt: skip
         forward, local_logits = FORWARD_PATHS[key.mode]
         context, taps = self._watched(key)

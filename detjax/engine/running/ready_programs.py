@@ -37,6 +37,7 @@ from detjax.engine.running.program_key import (
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.device import checksum_program
+from detjax.engine.self_check.probes import IdlePages
 from detjax.engine.self_check.program_check import (
     check_programs,
     checkable_keys,
@@ -52,6 +53,10 @@ from detjax.models.params import Params
 
 LOG = logging.getLogger(__name__)
 """Says what is compiled while requests wait."""
+
+GivesIdlePages = Callable[[int], tuple[list[list[int]], list[list[int]] | None]]
+"""Pages of each replica that nobody holds, at least so many if there are; and those of local
+layers, None where these have the pages of the others."""
 
 _LEAST_IDLE = 12
 """Pages that a check of programs wants on each replica, though cached ones are evicted for it."""
@@ -72,7 +77,7 @@ class ReadyPrograms:
         device: DeviceState,
         *,
         claim: Claim,
-        idle_pages: Callable[[int], list[list[int]]],
+        idle_pages: GivesIdlePages,
         stats: EngineStats,
         tracer: trace.TracesEvents,
     ):
@@ -84,7 +89,7 @@ class ReadyPrograms:
             cache: Where programs are compiled and kept.
             device: Where a check runs them.
             claim: Is told what a check finds.
-            idle_pages: Pages of each replica that no sequence holds, so many if there are.
+            idle_pages: Of the scheduler.
             stats: Where compilations are counted.
             tracer: Keeps a timeline.
         """
@@ -145,7 +150,7 @@ class ReadyPrograms:
         num_threads = max(4, os.cpu_count() or 1)
         with workers or nullcontext(), ThreadPoolExecutor(max_workers=1 + num_threads) as pool:
             if self._config.self_check != "off":
-                cache = pages_shape(self._model, self.cache.num_pages)
+                cache = pages_shape(self._model, self.cache.num_pages, self.cache.num_local_pages)
                 for leaf in jax.tree.leaves(cache):
                     pool.submit(checksum_program, mesh, leaf.shape, leaf.dtype)
             # Each program is checked when it is there, while others are still compiled.
@@ -240,10 +245,12 @@ class ReadyPrograms:
         self, keys: abc.Sequence[ProgramKey], choice: tuple[bool, int] | None
     ) -> list[ProgramKey]:
         """Compare programs, with choice programs of a kind behind them or alone; the checked."""
+        idle, local = self._idle()
         context = CheckContext(
             run=self.run_check,
             checksums=self._device.checksums,
-            idle=self._idle(),
+            idle=idle,
+            local_idle=local,
             filled=self._device.filled,
         )
         reference = self._reference_key(keys)
@@ -269,11 +276,11 @@ class ReadyPrograms:
         known = [key for key in wanted if key.kind == "prefill" and is_checkable(key)]
         return min(known, key=lambda key: (key.leaves_hidden, key.rows, key.length))
 
-    def _idle(self) -> np.ndarray:
-        """Pages that nobody holds, int32 [dp, m]."""
-        idle = self._idle_pages(_LEAST_IDLE)
-        count = min(map(len, idle))
-        return np.asarray([pages[:count] for pages in idle], np.int32)
+    def _idle(self) -> tuple[IdlePages, IdlePages | None]:
+        """Pages that nobody holds, and those of local layers if they have their own."""
+        idle, local = self._idle_pages(_LEAST_IDLE)
+        of_all = _alike(idle, self._config.num_pages)
+        return of_all, None if local is None else _alike(local, self._config.num_local_pages)
 
     def run_check(
         self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None
@@ -300,3 +307,10 @@ class ReadyPrograms:
         slots[:, : key.rows, 0] = slot_of(packed).reshape(-1, key.rows)
         operands = slots.reshape(-1, 2), self._device.no_bans(size)
         return FollowUps(choice=(self._get(choice_key), operands))
+
+
+def _alike(idle: abc.Sequence[abc.Sequence[int]], num_pages: int) -> IdlePages:
+    """As many idle pages of each replica."""
+    count = min(map(len, idle))
+    pages = np.asarray([pages[:count] for pages in idle], np.int32).reshape(len(idle), count)
+    return IdlePages(pages=pages, num_pages=num_pages)

@@ -56,7 +56,7 @@ class PagePool:
         if self._free:
             return self._free.pop()
         page, _ = self._cached.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        self._drop_key(page)
         self.num_evicted += 1
         return page
 
@@ -104,6 +104,20 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         """Return the page registered under `key`, held or cached."""
         return self._page_of.get(key)
+
+    def _drop_key(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+
+    def is_registered(self, page: int) -> bool:
+        """Whether others find a page."""
+        return page in self._key_of
+
+    def unregister(self, page: int) -> None:
+        """Let nobody find a page any more. One that is cached becomes free."""
+        self._drop_key(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
 
     def register(self, page: int, key: bytes) -> bool:
         """Let others find a held page whose content is canonical, complete and final.

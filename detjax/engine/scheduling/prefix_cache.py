@@ -13,6 +13,7 @@ import numpy as np
 
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.scheduling.kv_cache import PagePool
+from detjax.engine.scheduling.local_pages import LocalPages
 
 
 def page_key(parent: bytes, token_ids: abc.Sequence[int]) -> bytes:
@@ -44,16 +45,25 @@ def adapted_root(root_key: bytes, adapter: str) -> bytes:
 class PrefixCache:
     """The shared pages of one replica."""
 
-    def __init__(self, pool: PagePool, *, page_len: int, root_key: bytes, is_enabled: bool):
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        local: LocalPages | None,
+        page_len: int,
+        root_key: bytes,
+        is_enabled: bool,
+    ):
         """Know no page yet.
 
         Args:
             pool: Of the replica; it keeps which page has which key.
+            local: What local layers have of its pages; None where that is all of them.
             page_len: Tokens of a page.
             root_key: Names the weights and numerics that pages are computed with.
             is_enabled: Whether anything is shared at all.
         """
-        self._pool, self._page_len = pool, page_len
+        self._pool, self._local, self._page_len = pool, local, page_len
         self._root_key, self._is_enabled = root_key, is_enabled
         # Pages that the prefills of the batch being scheduled will write. WHY: found at once.
         # Whoever reads them in this batch is in the same launch, which writes all keys and values
@@ -75,7 +85,7 @@ class PrefixCache:
             if page is None:
                 break
             pages.append(page)
-        return pages
+        return pages if self._local is None else pages[: self._local.longest_prefix(pages)]
 
     def extend_prefix(self, seq: Sequence) -> int:
         """Give a sequence the pages that another has filled since it was admitted.
@@ -91,11 +101,14 @@ class PrefixCache:
             key = self._key(seq, index)
             page = self._pool.find(key)
             page = self._coming.get(key) if page is None else page
-            if page is None:
+            if page is None or not (self._local is None or self._local.has(page)):
                 break
             self._pool.share([page])
             self._pool.free([seq.pages[index]])
             seq.pages[index] = page
+            if self._local is not None:
+                at = seq.num_prefilled
+                seq.held = self._local.move(seq.pages, seq.held, (at, at))
             seq.num_registered = index + 1
             seq.num_prefilled += page_len
         return seq.num_prefilled - before
@@ -130,13 +143,19 @@ class PrefixCache:
     def register_announced(self) -> None:
         """Let everybody find what was announced: it has been launched."""
         for key, page in self._coming.items():
-            self._pool.register(page, key)
+            self._register(key, page)
         self._coming = {}
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Let everybody find the pages that `num_tokens` canonical tokens fill."""
         for key, page in self._take_unregistered(seq, num_tokens):
-            self._pool.register(page, key)
+            self._register(key, page)
+
+    def _register(self, key: bytes, page: int) -> None:
+        known = self._pool.find(key)
+        if known not in (None, page) and self._local is not None and not self._local.has(known):
+            self._pool.unregister(known)  # whose content is that of `page`, less the local layers'
+        self._pool.register(page, key)
 
     def _take_unregistered(self, seq: Sequence, num_tokens: int) -> Iterator[tuple[bytes, int]]:
         """Keys and pages that `num_tokens` tokens fill and nobody was told of, who is told now."""
@@ -155,3 +174,5 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget every page, as they are of other weights than those to come."""
         self._pool.forget()
+        if self._local is not None:
+            self._local.clear_idle()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.errors import OutOfPagesError
 from detjax.engine.requests.sequence import (
+    NOTHING_HELD,
     DecodeRow,
     PrefillRow,
     Row,
@@ -25,6 +26,7 @@ from detjax.engine.requests.sequence import (
 from detjax.engine.scheduling.adapter_slots import AdapterSlots
 from detjax.engine.scheduling.drafters import Drafter
 from detjax.engine.scheduling.kv_cache import PagePool
+from detjax.engine.scheduling.local_pages import LocalPages
 from detjax.engine.scheduling.prefix_cache import PrefixCache
 from detjax.engine.scheduling.speculation import DraftPlan, Speculation, open_window
 from detjax.engine.scheduling.waiting_queue import WaitingQueue
@@ -35,8 +37,17 @@ class _Replica:
 
     def __init__(self, config: ReplicaConfig, root_key: bytes):
         self.pool = PagePool(config.num_pages)
+        self.local: LocalPages | None = None
+        if config.num_local_pages:
+            self.local = LocalPages(
+                self.pool,
+                num_pages=config.num_local_pages,
+                page_len=config.page_len,
+                reach=config.local_reach,
+            )
         self.prefixes = PrefixCache(
             self.pool,
+            local=self.local,
             page_len=config.page_len,
             root_key=root_key,
             is_enabled=config.has_prefix_cache,
@@ -51,6 +62,23 @@ class _Replica:
         self.prefixes.drop_announced()
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.pool.reclaim()
+        if self.local is not None:
+            self.local.clear()
+
+    def hold(self, seq: Sequence, first: int, last: int) -> None:
+        """Give a sequence the local pages of its tokens from one position to another.
+
+        What lies before is not read any more; it goes to others in launches that come later.
+        """
+        if self.local is not None:
+            seq.held = self.local.move(seq.pages, seq.held, (first, last))
+
+    def free(self, seq: Sequence) -> None:
+        """Take all pages of a sequence."""
+        if self.local is not None:
+            self.local.release(seq.held_pages)
+        self.pool.free(seq.pages)
+        seq.pages, seq.held = [], NOTHING_HELD
 
     def prefilling(self) -> list[Sequence]:
         return [s for s in self.running if not s.is_prefilled]
@@ -114,9 +142,18 @@ class Scheduler:
         """The pages of each replica."""
         return [replica.pool for replica in self._replicas]
 
-    def idle_pages(self, least: int) -> list[list[int]]:
-        """Pages of each replica that nobody holds, as `PagePool.idle_pages` has them."""
-        return [pool.idle_pages(least) for pool in self.pools]
+    @property
+    def local_pages(self) -> list[LocalPages | None]:
+        """What local layers of each replica have of its pages; None where that is all of them."""
+        return [replica.local for replica in self._replicas]
+
+    def idle_pages(self, least: int) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Pages of each replica that nobody holds, as `PagePool.idle_pages` has them.
+
+        And those of local layers; None where these have the pages of the others.
+        """
+        local = [pages.idle_pages(least) for pages in self.local_pages if pages is not None]
+        return [pool.idle_pages(least) for pool in self.pools], local or None
 
     # --------------------------------------------------------------------------- life of a sequence
 
@@ -152,6 +189,7 @@ class Scheduler:
         self._waiting.clear()
         for seq in seqs:
             seq.pages, seq.page_keys, seq.num_registered = [], [], 0
+            seq.held = NOTHING_HELD
             self._begin_anew(seq)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -162,11 +200,10 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         replica = self._replicas[seq.replica]
-        replica.pool.free(seq.pages)
+        replica.free(seq)
         replica.running.remove(seq)
         replica.free_slots.append(seq.slot)
         self.adapters.release(seq.request.adapter)
-        seq.pages = []
         seq.num_registered = 0
 
     def _begin_anew(self, seq: Sequence) -> None:
@@ -265,8 +302,6 @@ class Scheduler:
     ) -> bool:
         """Give the sequence pages up to `position`, at the cost of those that rank below it."""
         missing = self._num_missing_pages(seq, position)
-        if not missing:
-            return True
         while replica.pool.num_available < missing:
             if seq.num_in_flight:
                 return False  # what is coming may end it
@@ -278,6 +313,8 @@ class Scheduler:
                 self._fail(seq, position + 1, batch)
             return False
         seq.pages += replica.pool.allocate(missing)
+        # What is committed next may be computed again from the last token on.
+        replica.hold(seq, len(seq.tokens) - 1, position)
         return True
 
     def _num_missing_pages(self, seq: Sequence, position: int) -> int:
@@ -407,6 +444,7 @@ class Scheduler:
         seq.num_registered = len(matched)
         seq.num_to_prefill = len(seq.tokens)
         seq.num_prefilled = len(matched) * self._config.page_len
+        replica.hold(seq, seq.num_prefilled, seq.num_prefilled - 1)
         self._note_cached(seq, seq.num_prefilled)
         bisect.insort(replica.running, seq, key=lambda s: s.service_order)
         return True
@@ -452,6 +490,7 @@ class Scheduler:
         self._note_cached(seq, replica.prefixes.extend_prefix(seq))
         start = seq.num_prefilled
         stop = min(start + length, seq.num_to_prefill)
+        replica.hold(seq, start, stop - 1)
         seq.num_prefilled = stop
         row = PrefillRow(
             seq=seq,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Cached, Int32, UInt32
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
 from detjax.models.loading import LoadedModel
-from detjax.models.pages import CachePages
+from detjax.models.pages import CachePages, by_pages
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -43,13 +43,14 @@ def _indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     return total
 
 
-def filled_pages(model: LoadedModel, num_pages: int) -> CachePages:
+def filled_pages(model: LoadedModel, num_pages: int, num_local_pages: int = 0) -> CachePages:
     """Allocate the cache with random bits of finite numbers, so that which page is read shows.
 
     Magnitudes are from 0.5 to 1 for keys and from 2 to 4 for values, with random signs. What nobody
     has written meets no answer, so nothing depends on them.
     """
-    return jax.tree.map(lambda shape: _filler(shape)(), pages_shape(model, num_pages))
+    shapes = pages_shape(model, num_pages, num_local_pages)
+    return jax.tree.map(lambda shape: _filler(shape)(), shapes)
 
 
 @functools.cache
@@ -72,13 +73,16 @@ def _random_pages(shape: tuple[int, ...], dtype) -> Cached[Array, "L N X K P C"]
     return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), dtype)
 
 
-def checksums(mesh: Mesh, cache: CachePages, pages: np.ndarray) -> list[list[UInt32[Array, " B"]]]:
+def checksums(
+    mesh: Mesh, cache: CachePages, pages: np.ndarray, local_pages: np.ndarray | None = None
+) -> list[list[UInt32[Array, " B"]]]:
     """A number for the content of each page, over all layers, heads and ranks.
 
     Args:
         mesh: Of the model.
         cache: Of the engine; only read.
         pages: int32 [dp, n], each as its replica counts them.
+        local_pages: The same of local layers; None where they have the pages of the others.
 
     Returns:
         Of `PIECE` pages of every replica at a time, of each array of the cache; `join_checksums`
@@ -87,15 +91,23 @@ def checksums(mesh: Mesh, cache: CachePages, pages: np.ndarray) -> list[list[UIn
     Numerics:
         A sum of uint32 modulo 2**32: it has no order.
     """
-    arrays = jax.tree.leaves(cache)
-    programs = [checksum_program(mesh, array.shape, array.dtype) for array in arrays]
+    of_all = _pieces(pages)
+    of_local = of_all if local_pages is None else _pieces(local_pages)
+    programs = [
+        (checksum_program(mesh, array.shape, array.dtype), array, is_local)
+        for array, is_local in by_pages(cache)
+    ]
+    return [
+        [program(array, local if is_local else piece) for program, array, is_local in programs]
+        for piece, local in zip(of_all, of_local, strict=True)
+    ]
+
+
+def _pieces(pages: np.ndarray) -> list[np.ndarray]:
+    """`PIECE` pages of every replica at a time, the last ones again where there are fewer."""
     count = -(-pages.shape[1] // PIECE) * PIECE
     padded = np.pad(pages, ((0, 0), (0, count - pages.shape[1])), mode="edge")
-    pieces = [padded[:, first : first + PIECE].reshape(-1) for first in range(0, count, PIECE)]
-    return [
-        [program(array, piece) for program, array in zip(programs, arrays, strict=True)]
-        for piece in pieces
-    ]
+    return [padded[:, first : first + PIECE].reshape(-1) for first in range(0, count, PIECE)]
 
 
 def join_checksums(

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from detjax.engine.self_check.probes import Placement
 
-Place = tuple[int, int, int]
-"""Replica, page as it counts them, token of the page."""
+Place = tuple[int, int, int, int]
+"""0 or 1 for local layers, replica, page as it counts them, token of the page."""
 
 
 class FilledPlaces:
@@ -36,13 +36,17 @@ class FilledPlaces:
         """Note that programs run these probes, and their company on spare pages."""
         for probe in probes:
             self._taken.update(_of_probe(placement, probe, page_len))
-        for replica, pages in enumerate(placement.spare.tolist()):
-            self._taken.update((replica, page, at) for page in pages for at in range(page_len))
+        for kind, its in enumerate(placement.places):
+            for replica, pages in enumerate(its.spare.tolist()):
+                self._taken.update(
+                    (kind, replica, page, at) for page in pages for at in range(page_len)
+                )
 
 
 def _of_probe(placement: Placement, probe: int, page_len: int) -> Iterator[Place]:
     its = placement.probes[probe]
     for position in range(its.position, its.position + len(its.token_ids)):
         page, at = divmod(position, page_len)
-        for replica, tables in enumerate(placement.tables):
-            yield replica, int(tables[probe, page]), at
+        for kind, places in enumerate(placement.places):
+            for replica, tables in enumerate(places.tables):
+                yield kind, replica, int(tables[probe, page]), at

@@ -84,20 +84,49 @@ def make_probes(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Probes on pages that they may write, alike on every replica.
+class IdlePages:
+    """Pages that nobody holds, of the cache or of its local layers.
 
     Attributes:
-        probes: K of them.
+        pages: int32 [dp, m], as their replica counts them; alike in number on each.
+        num_pages: All pages of a replica.
+    """
+
+    pages: np.ndarray
+    num_pages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedPages:
+    """Pages that probes may write, alike on every replica.
+
+    Attributes:
         tables: int32 [dp, K, n], pages as their replica counts them.
         written: int32 [dp, K, w], the pages that each may write; the last again where it has fewer.
         spare: int32 [dp, m], further pages that may be written.
     """
 
-    probes: tuple[Probe, ...]
     tables: np.ndarray
     written: np.ndarray
     spare: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement(PlacedPages):
+    """Probes on pages of the cache.
+
+    Attributes:
+        probes: K of them.
+        local: Their pages of local layers; None where they have those of the others.
+    """
+
+    probes: tuple[Probe, ...]
+    local: PlacedPages | None = None
+
+    @property
+    def places(self) -> list[PlacedPages]:
+        """The pages of the cache, and those of local layers where they have their own."""
+        return [self] if self.local is None else [self, self.local]
 
 
 def pages_written(probe: Probe, page_len: int) -> range:
@@ -108,12 +137,12 @@ def pages_written(probe: Probe, page_len: int) -> range:
 
 def place_probes(
     probes: Sequence[Probe],
-    idle: np.ndarray,
+    idle: IdlePages,
     *,
     num_company: int,
-    num_pages: int,
     table_len: int,
     page_len: int,
+    local: IdlePages | None = None,
 ) -> tuple[Placement | None, list[Probe]]:
     """Give as many probes as there is room for pages of their own.
 
@@ -122,21 +151,22 @@ def place_probes(
 
     Args:
         probes: In this order.
-        idle: int32 [dp, m], pages that nobody holds.
+        idle: Pages that nobody holds.
         num_company: Further pages that may be written, at most.
-        num_pages: Of a replica.
         table_len: Pages of a table.
         page_len: Tokens of a page.
+        local: The same of local layers; None where they have the pages of the others.
 
     Returns:
         The placement, None if there is no room for the first; and the probes that are left over.
     """
+    pools = [idle] if local is None else [idle, local]
     num_used, placed = 0, []
     for probe in probes:
         count = len(pages_written(probe, page_len))
         # A page is left that is only read, where anything lies before the written pages.
         does_read = any(its.position >= page_len for its in (*placed, probe))
-        room = min(idle.shape[1], num_pages - does_read)
+        room = min(min(p.pages.shape[1], p.num_pages - does_read) for p in pools)
         if num_used + count > room:
             break
         num_used += count
@@ -144,17 +174,39 @@ def place_probes(
     if not placed:
         return None, list(probes)
     # At most half of what is left, so that there is something to read that nobody writes.
-    num_spare = min(num_company, idle.shape[1] - num_used, (num_pages - num_used) // 2)
-    num_replicas = len(idle)
+    num_spare = min(min(p.pages.shape[1] - num_used, (p.num_pages - num_used) // 2) for p in pools)
+    num_spare = min(num_company, num_spare)
+    first, *others = (
+        _lay_out(placed, p, num_used, num_spare, table_len=table_len, page_len=page_len)
+        for p in pools
+    )
+    placement = Placement(
+        probes=tuple(placed), tables=first.tables, written=first.written, spare=first.spare,
+        local=others[0] if others else None,
+    )  # fmt: skip
+    return placement, list(probes[len(placed) :])
+
+
+def _lay_out(
+    placed: Sequence[Probe],
+    idle: IdlePages,
+    num_used: int,
+    num_spare: int,
+    *,
+    table_len: int,
+    page_len: int,
+) -> PlacedPages:
+    """Give probes the first `num_used` idle pages, and any others to read."""
+    num_replicas = len(idle.pages)
     width = max(len(pages_written(probe, page_len)) for probe in placed)
     tables = np.zeros((num_replicas, len(placed), table_len), np.int32)
     written = np.zeros((num_replicas, len(placed), width), np.int32)
     for replica in range(num_replicas):
-        own, taken = idle[replica, :num_used], 0
-        ours = idle[replica, : num_used + num_spare]
-        others = np.setdiff1d(np.arange(num_pages, dtype=np.int32), ours)
+        own, taken = idle.pages[replica, :num_used], 0
+        ours = idle.pages[replica, : num_used + num_spare]
+        others = np.setdiff1d(np.arange(idle.num_pages, dtype=np.int32), ours)
         for k, probe in enumerate(placed):
-            rng = np.random.default_rng([replica, k, num_pages])
+            rng = np.random.default_rng([replica, k, idle.num_pages])
             at = pages_written(probe, page_len)
             if len(others):
                 drawn = rng.choice(others, at.start)
@@ -164,10 +216,5 @@ def place_probes(
             tables[replica, k, at.start : at.stop] = pages
             written[replica, k] = np.pad(pages, (0, width - len(pages)), mode="edge")
             taken += len(at)
-    placement = Placement(
-        probes=tuple(placed),
-        tables=tables,
-        written=written,
-        spare=idle[:, num_used : num_used + num_spare],
-    )
-    return placement, list(probes[len(placed) :])
+    spare = idle.pages[:, num_used : num_used + num_spare]
+    return PlacedPages(tables=tables, written=written, spare=spare)

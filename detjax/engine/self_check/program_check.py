@@ -92,9 +92,9 @@ def check_programs(
             probes,
             context.idle,
             num_company=config.num_slots,
-            num_pages=config.num_pages,
             table_len=config.table_len,
             page_len=config.page_len,
+            local=context.local_idle,
         )
         if placement is None:
             probes = probes[1:]

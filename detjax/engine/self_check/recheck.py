@@ -16,12 +16,13 @@ from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request_states import CommittedToken
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.requests.sequence import Sequence
+from detjax.engine.requests.sequence import NOTHING_HELD, HeldPages, Sequence
 from detjax.engine.running.launch_operands import PrefillOperands, unpack_choice
 from detjax.engine.running.model_runner import ModelRunner
 from detjax.engine.running.program_key import ProgramKey, choice_of
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.engine.scheduling.kv_cache import PagePool
+from detjax.engine.scheduling.local_pages import LocalPages
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.program_check import is_checkable
@@ -46,12 +47,17 @@ class _ReleasedToken:
 
 @dataclass(kw_only=True, slots=True)
 class _UnderWay:
-    """A check that has begun: on which pages of which replica, and how far it is."""
+    """A check that has begun: on which pages of which replica, and how far it is.
+
+    Attributes:
+        held: Which of its pages local layers have.
+    """
 
     answer: _ReleasedToken
     key: ProgramKey
     replica: int
     pages: list[int]
+    held: HeldPages = NOTHING_HELD
     num_done: int = 0
 
 
@@ -64,6 +70,7 @@ class Rechecks:
         *,
         runner: ModelRunner,
         pools: Callable[[], list[PagePool]],
+        local_pages: Callable[[], list[LocalPages | None]],
         claim: Claim,
         stats: EngineStats,
     ):
@@ -73,10 +80,12 @@ class Rechecks:
             config: Of each replica.
             runner: Launches prefills.
             pools: The pages of each replica.
+            local_pages: What local layers have of them; None where that is all.
             claim: Is told what differs.
             stats: Where checks are counted.
         """
         self._config, self._runner, self._pools = config, runner, pools
+        self._local_pages = local_pages
         self._claim, self._stats = claim, stats
         self._waiting: deque[_ReleasedToken] = deque()
         self._under_way: _UnderWay | None = None
@@ -185,12 +194,18 @@ class Rechecks:
             no_slot=config.num_slots,
             table_len=key.table_len,
             length=key.length,
+            num_tables=config.num_tables,
         )
         at, start = check.replica * key.rows, check.num_done
         ids = check.answer.before[start : start + key.length]
         operands.start[at], operands.count[at] = start, len(ids)
         operands.token_ids[at, : len(ids)] = ids
         operands.page_table[at, : len(check.pages)] = check.pages
+        if (local := self._local_pages()[check.replica]) is not None:
+            last = start + len(ids) - 1
+            check.held = local.move(check.pages, check.held, (start, last))
+            held = check.held
+            operands.local_table[at, held.first :][: len(held.local_pages)] = held.local_pages
         rows = [(SamplingParams(), 0)] * len(operands.slot)
         rows[at] = check.answer.sampling
         slots, sampling = scratch_slots(config)
@@ -231,6 +246,8 @@ class Rechecks:
     def _end(self) -> None:
         check, self._under_way = self._under_way, None
         assert check is not None
+        if (local := self._local_pages()[check.replica]) is not None:
+            local.release(check.pages[check.held.first :][: len(check.held.local_pages)])
         self._pools()[check.replica].free(check.pages)
 
 

@@ -81,11 +81,14 @@ class RowMaker:
         """Operands of a decode step of `key.length` tokens a row."""
         dp, num_rows = self._config.num_replicas, key.rows
         operands = DecodeOperands.padding(
-            dp * num_rows, no_slot=self._config.num_slots, table_len=key.table_len
+            dp * num_rows,
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
         )
-        for at, row, table in self._rows(key, group):
+        for at, row, tables in self._rows(key, group):
             operands.slot[at], operands.count[at] = self._slot(row), key.length
-            operands.page_table[at] = table
+            _put(operands, at, tables)
         return operands.pack()
 
     def verify(self, key: ProgramKey, group: Group, ids: Sequence[Sequence[int]]) -> np.ndarray:
@@ -95,10 +98,12 @@ class RowMaker:
             no_slot=self._config.num_slots,
             table_len=key.table_len,
             length=key.length,
+            num_tables=self._config.num_tables,
         )
         of_row = dict(zip(group.rows, zip(group.probes, ids, strict=True), strict=True))
-        for at, row, table in self._rows(key, group):
-            operands.slot[at], operands.page_table[at] = self._slot(row), table
+        for at, row, tables in self._rows(key, group):
+            operands.slot[at] = self._slot(row)
+            _put(operands, at, tables)
             if row in of_row:
                 probe, tokens = of_row[row]
                 operands.num_drafts[at] = len(tokens) - 1
@@ -113,7 +118,11 @@ class RowMaker:
         """Operands of a prefill of (row, probe, offset behind its position, token ids)."""
         dp, no_slot = self._config.num_replicas, self._config.num_slots
         operands = PrefillOperands.padding(
-            dp * key.rows, no_slot=no_slot, table_len=key.table_len, length=key.length
+            dp * key.rows,
+            no_slot=no_slot,
+            table_len=key.table_len,
+            length=key.length,
+            num_tables=self._config.num_tables,
         )
         sampling = [IDLE_ROW] * key.rows
         for row, probe, offset, ids in chunks:
@@ -125,7 +134,8 @@ class RowMaker:
                 operands.start[at] = self._placement.probes[probe].position + offset
                 operands.count[at] = len(ids)
                 operands.token_ids[at, : len(ids)] = ids
-                operands.page_table[at] = self._placement.tables[replica, probe, : key.table_len]
+                places = self._placement.places
+                _put(operands, at, [its.tables[replica, probe, : key.table_len] for its in places])
         return operands.pack(), SamplingRows.pack(sampling * dp)
 
     def _slot(self, row: int) -> int:
@@ -133,14 +143,16 @@ class RowMaker:
         return self._config.num_slots - 1 - row
 
     def _rows(self, key: ProgramKey, group: Group):
-        """(row over all replicas, row of the replica, its page table) of probes and company."""
+        """(row over all replicas, row of the replica, its page tables) of probes and company."""
+        places = self._placement.places
         for replica in range(self._config.num_replicas):
             for probe, row in zip(group.probes, group.rows, strict=True):
-                table = self._placement.tables[replica, probe, : key.table_len]
-                yield replica * key.rows + row, row, table
+                tables = [its.tables[replica, probe, : key.table_len] for its in places]
+                yield replica * key.rows + row, row, tables
             for row, _, spare in self._company(key, group):
-                table = np.full(key.table_len, self._placement.spare[replica, spare], np.int32)
-                yield replica * key.rows + row, row, table
+                pages = [its.spare[replica, spare] for its in places]
+                tables = [np.full(key.table_len, page, np.int32) for page in pages]
+                yield replica * key.rows + row, row, tables
 
     def _company(self, key: ProgramKey, group: Group):
         """(row, position, which spare page) of short rows beside the probes, each on its own page.
@@ -154,3 +166,9 @@ class RowMaker:
         for i, row in enumerate(others[: self._placement.spare.shape[1]]):
             page = i % min(key.table_len, _MOST_COMPANY_PAGES)
             yield row, page * page_len + (37 * row) % room, i
+
+
+def _put(operands: DecodeOperands | PrefillOperands | VerifyOperands, at: int, tables) -> None:
+    """Fill in the page tables of a row."""
+    for whole, of_row in zip(operands.tables, tables, strict=True):
+        whole[at] = of_row

@@ -17,15 +17,16 @@ from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.self_check.device import join_checksums
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.engine.self_check.filled_places import FilledPlaces
-from detjax.engine.self_check.probes import Placement, Probe
+from detjax.engine.self_check.probes import IdlePages, Placement, Probe
 from detjax.engine.self_check.rows import Group, RowMaker, make_groups, scratch_slots
 from detjax.models.loading import LoadedModel
 
 RunsProgram = Callable[..., tuple[Slots, Any]]
 """`run(key, slots, sampling, *host, choice=...) -> (slots, result)`: a launch beside those of
 sequences, with a choice program behind it or None."""
-Checksums = Callable[[np.ndarray], list[list[jax.Array]]]
-"""From pages, int32 [dp, n], to a number for the content of each: `device.checksums`."""
+Checksums = Callable[[np.ndarray, np.ndarray | None], list[list[jax.Array]]]
+"""From pages, int32 [dp, n], and those of local layers, to a number for the content of each:
+`device.checksums`."""
 MOST_PREFILLED = 2
 """New tokens of a probe where a prefill program itself is under test."""
 
@@ -37,13 +38,15 @@ class CheckContext:
     Attributes:
         run: Launches a program on the cache, with slots of its own.
         checksums: Of pages of the cache.
-        idle: int32 [dp, m], pages that nobody holds, alike in number on each replica.
+        idle: Pages that nobody holds.
+        local_idle: The same of local layers; None where they have the pages of the others.
         filled: Places that need no other tokens before a test.
     """
 
     run: RunsProgram
     checksums: Checksums
-    idle: np.ndarray
+    idle: IdlePages
+    local_idle: IdlePages | None
     filled: FilledPlaces
 
 
@@ -222,8 +225,10 @@ class Session:
 
     def _checksums(self) -> _Checksums:
         """Of the pages that the probes may write."""
-        pages = self._placement.written
-        return _Checksums(self._context.checksums(pages.reshape(len(pages), -1)), pages.shape)
+        shape = self._placement.written.shape
+        pages = [its.written.reshape(shape[0], -1) for its in self._placement.places]
+        local = pages[1] if len(pages) > 1 else None
+        return _Checksums(self._context.checksums(pages[0], local), shape)
 
     # ----------------------------------------------------------------------------- prefill's answer
 

@@ -40,7 +40,7 @@ def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int
     context = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
     num_pages = -(-length // page_len)
 
-    def empty(num_layers: int, *page: int, dtype: jnp.dtype) -> jax.Array:
+    def empty(num_layers: int, *page: int, dtype: jnp.dtype, is_local: bool = False) -> jax.Array:
         return jnp.zeros((num_layers, batch * num_pages, *page), dtype)
 
     table = np.arange(batch * num_pages, dtype=np.int32).reshape(batch, num_pages)
@@ -49,8 +49,7 @@ def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int
     def local(params, tables, ids):
         taps = FeatureTaps(layers)
         tokens = Tokens(ids=ids, positions=jnp.asarray(positions), page_table=jnp.asarray(table))
-        slots = model.num_kv_slots
-        pages = cache_of(config, model.profile, num_kv_slots=slots, make=empty)
+        pages = cache_of(config, model.profile, num_kv_slots=model.num_kv_slots, make=empty)
         watched = dataclasses.replace(context, taps=taps)
         _, last = forward(watched, params, tables, pages, tokens)
         return taps.features().reshape(batch, length, -1), last.reshape(batch, length, -1)
