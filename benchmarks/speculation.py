@@ -46,7 +46,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.engine.config import DRAFT_MODEL, EAGLE3, MODES, OWN_DRAFT_WEIGHTS, EngineConfig
+from detjax.defaults import EAGLE3
+from detjax.engine.config import DRAFT_MODEL, MODES, OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
@@ -56,13 +57,8 @@ from detjax.engine.running import programs as programs_module
 from detjax.engine.running.programs import Candidates, keep_candidates
 from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
-from detjax.models.eagle.head import (
-    AnyDraftModel,
-    EagleHead,
-    load_eagle_head,
-    place_eagle_head,
-    tensor_shapes,
-)
+from detjax.models.heads.eagle import load_eagle_head, place_eagle_head, tensor_shapes
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.tokenizer import Tokenizer
@@ -203,7 +199,7 @@ def make_engine(
     )
 
 
-def replaying_head(model: LoadedModel) -> EagleHead:
+def replaying_head(model: LoadedModel) -> DraftHead:
     """A head of a model's shapes whose drafts nobody looks at."""
     eagle = dummy_eagle(model.config, draft_vocab_size=min(32000, model.config.vocab_size))
     num_layers = model.config.num_layers
@@ -266,7 +262,7 @@ def sources_of(subject: Subject, mode: str) -> list[Source]:
     own = ("ngram", "suffix") if mode == "invariant" else OWN_DRAFT_WEIGHTS
     sources: list[Source] = [(name, "", None) for name in own]
     return sources + [
-        (EAGLE3 if isinstance(draft, EagleHead) else DRAFT_MODEL, name, draft)
+        (EAGLE3 if isinstance(draft, DraftHead) else DRAFT_MODEL, name, draft)
         for name, draft in subject.drafts.items()
     ]
 

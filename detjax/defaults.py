@@ -7,6 +7,12 @@ AUTO = "auto"
 NO_CAST = "none"
 """The weight cast of a model whose weights were read as they are, or as its profile stores them."""
 
+EAGLE3, MTP = HEADS = ("eagle3", "mtp")
+"""Heads that draft from hidden states of the model: of a folder of their own, and in the model's.
+
+The names are those of vLLM's `speculative_config`.
+"""
+
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory for weights and cache together."""
 MAX_LORAS, MAX_LORA_RANK = 8, 16

@@ -39,8 +39,8 @@ from detjax.llm_config import LLMConfig
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
 from detjax.models.chat_template import NO_VARIABLES
-from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.generation_config import default_sampling
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import cache_bytes
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.config import ModelConfig
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend

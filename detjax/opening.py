@@ -9,14 +9,15 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from detjax.compilation.loaded_code import one_moment
-from detjax.defaults import AUTO, NO_CAST
-from detjax.engine.config import EAGLE3
+from detjax.defaults import AUTO, EAGLE3, MTP, NO_CAST
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
-from detjax.models.eagle.config import refuse_head
-from detjax.models.eagle.head import AnyDraftModel, load_eagle_head
+from detjax.models.heads.eagle import load_eagle_head
+from detjax.models.heads.eagle_config import refuse_head
+from detjax.models.heads.head import AnyDraftModel
+from detjax.models.heads.mtp import load_mtp_head
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, load_model
@@ -105,9 +106,14 @@ def load_drafts(
         progress: Told how far loading is.
 
     Raises:
-        ValueError, FileNotFoundError: As `load_draft_model` or `load_eagle_head` says.
+        ValueError, FileNotFoundError: As `load_draft_model`, `load_eagle_head` or `load_mtp_head`
+            says.
     """
-    if speculative is None or not speculative.model:
+    if speculative is None:
+        return None
+    if speculative.method == MTP:
+        return load_mtp_head(model, progress=progress)
+    if not speculative.model:
         return None
     if speculative.method == EAGLE3:
         return load_eagle_head(speculative.model, model=model, progress=progress)

@@ -341,7 +341,7 @@ def check_files(args: argparse.Namespace) -> None:
             ) from error
     check_model_option(args.model, args.revision)
     read_lora_modules(args.lora_modules)
-    check_drafts(args.speculative_config)
+    check_drafts(args.speculative_config, args.model, args.revision)
 
 
 def _log_to_stderr(args: argparse.Namespace) -> None:

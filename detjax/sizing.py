@@ -10,7 +10,7 @@ from typing import Any
 from detjax.engine.config import EngineConfig
 from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS

@@ -37,17 +37,18 @@ import numpy as np
 import optax
 import rich.progress
 
-from detjax.engine.config import EAGLE3
+from detjax.defaults import EAGLE3
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import SpeculativeConfig
-from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, default_feature_layers, layer_like
-from detjax.models.eagle.features import text_states
-from detjax.models.eagle.head import joined_params, load_eagle_head, tensor_shapes
-from detjax.models.eagle.save import save_eagle_head
+from detjax.models.heads.config import HeadConfig
+from detjax.models.heads.eagle import joined_params, load_eagle_head, tensor_shapes
+from detjax.models.heads.eagle_config import NUM_FEATURES, default_feature_layers, layer_like
+from detjax.models.heads.features import text_states
+from detjax.models.heads.save import save_eagle_head
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.rope import rope_tables
@@ -170,7 +171,7 @@ def answer(engine: Engine, prompts: Sequence[tuple[int, ...]], length: int) -> l
 # The head -----------------------------------------------------------------------------------------
 
 
-def new_head(model: LoadedModel, args: argparse.Namespace) -> EagleConfig:
+def new_head(model: LoadedModel, args: argparse.Namespace) -> HeadConfig:
     """A head whose layer has the sizes of the model's."""
     config = model.config
     num_drafted = min(args.draft_vocab_size or config.vocab_size, config.vocab_size)
@@ -178,7 +179,8 @@ def new_head(model: LoadedModel, args: argparse.Namespace) -> EagleConfig:
     layer = layer_like(config)
     if args.intermediate_size:
         layer = dataclasses.replace(layer, intermediate_size=args.intermediate_size)
-    return EagleConfig(
+    return HeadConfig(
+        method=EAGLE3,
         layer=layer,
         feature_layers=layers,
         target_hidden_size=config.hidden_size,
@@ -194,7 +196,7 @@ def _layers_of(num_layers: int) -> tuple[int, ...]:
     return default_feature_layers(num_layers)
 
 
-def frequent_tokens(texts: Sequence[Text], eagle: EagleConfig) -> np.ndarray:
+def frequent_tokens(texts: Sequence[Text], eagle: HeadConfig) -> np.ndarray:
     """The tokens that answers have most, ascending; others fill the draft vocabulary up."""
     counts = Counter(token for text in texts for token in text.answer)
     order = [token for token, _ in counts.most_common()]
@@ -203,7 +205,7 @@ def frequent_tokens(texts: Sequence[Text], eagle: EagleConfig) -> np.ndarray:
     return np.sort(np.asarray(chosen, np.int32))
 
 
-def first_tensors(model: LoadedModel, eagle: EagleConfig, ids: np.ndarray, seed: int) -> Tensors:
+def first_tensors(model: LoadedModel, eagle: HeadConfig, ids: np.ndarray, seed: int) -> Tensors:
     """Random matrices; rows of the model's last matrix, and its last norm; the last features."""
     rng = np.random.default_rng(seed)
     tensors = {
@@ -257,7 +259,7 @@ def _attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array]) -> 
 
 
 def head_logits(
-    eagle: EagleConfig,
+    eagle: HeadConfig,
     num_steps: int,
     tensors: Tensors,
     embed: jax.Array,
@@ -283,7 +285,7 @@ def head_logits(
     for step in range(num_steps):
         embedded = embed[ids[:, step + 1 : step + 1 + length]].astype(dtype)
         normed = _norm(hidden, params["hidden_norm"], eps)
-        rows = jnp.concatenate([_norm(embedded, params["attn_norm"], eps), normed], axis=-1)
+        rows = jnp.concatenate([_norm(embedded, params["embed_norm"], eps), normed], axis=-1)
         heads = (rows @ params["qkv"].T).reshape(*rows.shape[:2], -1, eagle.layer.head_dim)
         split = eagle.layer.num_heads, eagle.layer.num_heads + eagle.layer.num_kv_heads
         q, k, v = jnp.split(heads, split, axis=2)
@@ -293,7 +295,7 @@ def head_logits(
         residual = hidden + out.reshape(*rows.shape[:2], -1) @ params["o"].T
         gate, up = jnp.split(_norm(residual, params["mlp_norm"], eps) @ params["gate_up"].T, 2, -1)
         hidden = residual + (jax.nn.silu(gate) * up) @ params["down"].T
-        yield _norm(hidden, params["final_norm"], eps) @ params["lm_head"].T
+        yield _norm(hidden, params["last_norm"], eps) @ params["lm_head"].T
 
 
 def head_losses(
@@ -331,7 +333,7 @@ def head_losses(
 
 
 def batches(
-    texts: Sequence[Text], ids: np.ndarray, eagle: EagleConfig, args: argparse.Namespace
+    texts: Sequence[Text], ids: np.ndarray, eagle: HeadConfig, args: argparse.Namespace
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids and labels of random texts, for ever."""
     row_of = np.full(eagle.layer.vocab_size, -1, np.int32)
@@ -350,7 +352,7 @@ def batches(
 
 
 def make_update(
-    model: LoadedModel, eagle: EagleConfig, ids: np.ndarray, args: argparse.Namespace
+    model: LoadedModel, eagle: HeadConfig, ids: np.ndarray, args: argparse.Namespace
 ) -> tuple[optax.GradientTransformation, Callable, Callable]:
     """The optimiser, its step, and what only measures.
 
@@ -409,7 +411,7 @@ def _is_matrix(tensors: Tensors) -> dict[str, bool]:
 
 def train(
     model: LoadedModel,
-    eagle: EagleConfig,
+    eagle: HeadConfig,
     ids: np.ndarray,
     texts: Sequence[Text],
     held_out: Sequence[Text],

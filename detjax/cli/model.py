@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
     from detjax.llm_config import LLMConfig
     from detjax.models.adapters.low_rank import Adapter
-    from detjax.models.eagle.head import AnyDraftModel
+    from detjax.models.heads.head import AnyDraftModel
     from detjax.models.loading import LoadedModel
 
 OWN_OPTIONS = frozenset(
@@ -163,7 +163,7 @@ def read_model_files(args: GenerateArgs) -> ModelFiles:
         if args.chat and args.chat_template is None:
             start_template_of(folder)
         config, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
-    check_drafts(args.speculative_config)
+    check_drafts(args.speculative_config, args.model, args.revision)
     if args.chat_template is not None:
         with bad_input("--chat-template: "):
             tokenizer = tokenizer.with_template(args.chat_template)

@@ -19,8 +19,8 @@ from detjax import defaults
 from detjax.cli.errors import InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
-from detjax.defaults import AUTO, KV_CACHE_DTYPES, NO_CAST
-from detjax.engine.config import EAGLE3, MODES, SELF_CHECKS, EngineConfig
+from detjax.defaults import AUTO, KV_CACHE_DTYPES, MTP, NO_CAST
+from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import METHODS, SpeculativeConfig
 from detjax.models.bundled import BUNDLED_NAME
@@ -323,8 +323,9 @@ SPECULATIVE_CONFIG = Option(
     metavar="JSON",
     help="where drafts come from, which canonical steps verify: the same bits. An object with "
     f"`method` ({', '.join(METHODS)}), `model` of a draft model or an EAGLE-3 head (a folder or a "
-    "Hugging Face id), `num_speculative_tokens` (3; 8 of suffix), and `disable_by_batch_size` "
-    "(32), the most sequences that decode at once while drafts are made",
+    "Hugging Face id; an MTP head is in the model's own), `num_speculative_tokens` (3; 8 of "
+    "suffix), and `disable_by_batch_size` (32), the most sequences that decode at once while "
+    "drafts are made",
 )
 ENABLE_LORA = Option(
     name="enable_lora",
@@ -479,8 +480,10 @@ def _lora_module(text: str) -> tuple[str, str]:
     return name, folder
 
 
-def check_drafts(given: str | None) -> None:
+def check_drafts(given: str | None, model: str, revision: str | None) -> None:
     """See that what --speculative-config names is there, as `hub.check_model` does.
+
+    An MTP head is in the folder of --model and --revision.
 
     Raises:
         InputError: If it is not.
@@ -488,9 +491,13 @@ def check_drafts(given: str | None) -> None:
     from detjax.models.hub import check_model
 
     speculative = read_speculative_config(given)
-    if speculative is not None and speculative.model:
-        with bad_input("--speculative-config: "):
-            check_model(speculative.model, is_head=speculative.method == EAGLE3)
+    if speculative is None:
+        return
+    with bad_input("--speculative-config: "):
+        if speculative.method == MTP:
+            check_model(model, revision=revision, head=MTP)
+        elif speculative.model:
+            check_model(speculative.model, head=speculative.method)
 
 
 def read_speculative_config(given: str | None) -> SpeculativeConfig | None:

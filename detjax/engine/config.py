@@ -4,10 +4,11 @@
 from dataclasses import dataclass
 from typing import TypedDict
 
+from detjax.defaults import HEADS
+
 MODES = ("invariant", "dvr", "fast")
 DRAFT_MODEL = "draft_model"
-EAGLE3 = "eagle3"
-DRAFTS_OF_OTHERS = (DRAFT_MODEL, EAGLE3)
+DRAFTS_OF_OTHERS = (DRAFT_MODEL, *HEADS)
 """Draft weights that are no form of the model's own."""
 OWN_DRAFT_WEIGHTS = ("full", "int8", "float8_e4m3fn")
 DRAFT_WEIGHTS = (*OWN_DRAFT_WEIGHTS, *DRAFTS_OF_OTHERS)
@@ -83,7 +84,7 @@ class EngineConfig:
         draft_weights: What drafts are computed with. In `dvr` the weights as they are, or 8-bit
             ones, which take half as much memory again. In `dvr` and `invariant` also
             "draft_model": the weights of a smaller model, which `Engine` is given. It fills a
-            window in one launch. Likewise "eagle3": an EAGLE-3 head.
+            window in one launch. Likewise "eagle3" and "mtp": a head.
         has_prompt_lookup: In `invariant`, verify what followed the same tokens earlier in the
             text, or what the request predicts, many tokens a step.
         has_prefix_cache: Share full canonical pages between requests that begin alike.

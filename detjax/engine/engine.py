@@ -21,7 +21,6 @@ from detjax.engine import trace
 from detjax.engine.config import (
     DRAFT_MODEL,
     DRAFTS_OF_OTHERS,
-    EAGLE3,
     EngineConfig,
     ReplicaConfig,
     check_config,
@@ -65,7 +64,7 @@ from detjax.engine.weight_history import WeightHistory
 from detjax.interpreter_exit import finishes_before_exit, refuse_at_exit
 from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.stack import num_adapter_slots
-from detjax.models.eagle.head import AnyDraftModel, EagleHead
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.loading import LoadedModel
 from detjax.models.params import num_params
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -112,7 +111,7 @@ class Engine:
             grammars: Of the model's tokenizer, for requests with structured output.
             drafters: Sources of drafts on the host, where `config` has `has_prompt_lookup`.
             draft_model: On the mesh of `model`; makes the drafts where `config.draft_weights` is
-                "draft_model", or "eagle3" of an `EagleHead`, and is not used elsewhere.
+                "draft_model", or the method of a `DraftHead`, and is not used elsewhere.
 
         Raises:
             ValueError: If sizes do not divide over replicas, the context is too short, or there is
@@ -178,9 +177,10 @@ class Engine:
                 f"draft_weights={config.draft_weights!r} needs a draft model; give "
                 "Engine(draft_model=...), or speculative_config with a model to detjax.LLM"
             )
-        is_head = isinstance(draft_model, EagleHead)
-        if is_head != (config.draft_weights == EAGLE3):
-            have, needed = ("an EAGLE-3 head", EAGLE3) if is_head else ("a model", DRAFT_MODEL)
+        have, needed = "a model", DRAFT_MODEL
+        if isinstance(draft_model, DraftHead):
+            have, needed = draft_model.head_config.name, draft_model.head_config.method
+        if config.draft_weights != needed:
             raise ValueError(
                 f"draft_weights={config.draft_weights!r} does not go with {have} as draft_model; "
                 f"give {needed!r}"

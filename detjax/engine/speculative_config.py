@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from detjax.defaults import EAGLE3
 from detjax.engine.config import DRAFT_MODEL, DRAFTS_OF_OTHERS
 from detjax.engine.scheduling.drafters import (
     HOST_DRAFTERS,
@@ -32,7 +33,8 @@ class SpeculativeConfig:
         method: `ngram`: what followed the same tokens earlier in the text. `suffix`: what most
             often followed the longest suffix of the text, there or in earlier answers.
             `draft_model`: a
-            smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head of the model.
+            smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head of the model. `mtp`: the
+            model's own head of multi-token prediction, in its folder.
         model: A folder in Hugging Face format or a Hugging Face id, of the draft model or head.
         num_speculative_tokens: Drafts of a window.
         disable_by_batch_size: Most sequences that decode at once while drafts are made; 0 sets no
@@ -75,7 +77,7 @@ class SpeculativeConfig:
             raise ValueError(f"is_adaptive={self.is_adaptive!r} must be true or false")
         if not isinstance(self.model, str):
             raise ValueError(f"model={self.model!r} must be a text")
-        if (self.method in DRAFTS_OF_OTHERS) != bool(self.model):
+        if (self.method in (DRAFT_MODEL, EAGLE3)) != bool(self.model):
             fix = "give one" if not self.model else "leave it out"
             raise ValueError(f"model={self.model!r} with method={self.method!r}: {fix}")
 

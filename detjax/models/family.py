@@ -79,6 +79,34 @@ class ExpertKeys:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MtpLayout:
+    """How checkpoints of a family hold a head of multi-token prediction.
+
+    One layer like the model's that attend reads a matrix times a hidden state and the embedding of
+    the token behind it, each normalised, side by side (DeepSeek-AI 2024, arXiv:2412.19437).
+
+    Attributes:
+        count: Key of how many such heads there are.
+        prefix: How names of its tensors begin.
+        layer: How names of its layer's begin behind that.
+        names: Of tensors beside it, less ".weight", by the names of `DraftHead.params`: gains of
+            the norms of the embedding, of the hidden state and before the output matrix, and the
+            matrix `join`.
+        is_hidden_first: Whether that reads the hidden state, then the embedding.
+        hands_normalised: As `HeadConfig` has it.
+        checked: Further keys of it, each with the only values that are supported.
+    """
+
+    count: str
+    prefix: str
+    layer: str
+    names: Mapping[str, str]
+    is_hidden_first: bool
+    hands_normalised: bool
+    checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
     """A published model that has a family's decoder among other parts, such as one for images.
 
@@ -140,6 +168,7 @@ class Family:
         spare_layers: Names of the key of how many layers a checkpoint may hold behind those of the
             decoder, which predict further tokens and no text needs; empty where there are none.
         rope_inert: Keys of rotary parameters that cannot change a logit of a text.
+        mtp: How its checkpoints hold a head that predicts further tokens; None has none.
     """
 
     name: str
@@ -173,3 +202,4 @@ class Family:
     spare_tensors: tuple[str, ...] = ()
     spare_layers: tuple[str, ...] = ()
     rope_inert: frozenset[str] = frozenset()
+    mtp: MtpLayout | None = None

@@ -388,6 +388,19 @@ def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def projected_heads(
+    ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]
+) -> Activation[Array, "M H C"]:
+    """Queries, keys and values of rows, before each head is normalised and turned."""
+    qkv = product(x, weights["qkv"], x.dtype)
+    if "qkv_bias" in weights:
+        qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
+    ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    if ctx.config.is_qk_norm_whole:
+        qkv = normalise_all_heads(ctx, weights, qkv)
+    return qkv.reshape(x.shape[0], -1, ctx.config.head_dim)
+
+
 def attention_layer(
     ctx: ForwardContext,
     weights: dict,
@@ -400,13 +413,7 @@ def attention_layer(
 ) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
     """Write keys and values, then attend over the cache."""
     config, eps = ctx.config, ctx.config.rms_norm_eps
-    qkv = product(x, weights["qkv"], x.dtype)
-    if "qkv_bias" in weights:
-        qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
-    ctx.taps.see("qkv", qkv, Share.COLUMNS)
-    if config.is_qk_norm_whole:
-        qkv = normalise_all_heads(ctx, weights, qkv)
-    qkv = qkv.reshape(x.shape[0], -1, config.head_dim)
+    qkv = projected_heads(ctx, weights, x)
     gains = qk_gains(config, weights)
     window = config.sliding_windows[layer]
     place = place_of(config, pages, tokens, layer)

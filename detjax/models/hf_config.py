@@ -95,7 +95,7 @@ def config_from_hf(
         ValueError: If the architecture or a key is unknown, or a value is not supported or not
             possible. The message names the key, its value and what to do.
     """
-    values = _decoder_values(values)
+    values = decoder_values(values)
     family = find_family(values.get("architectures"))
     parse_quantization(values)
     return _model_config(values, family=family, generation=generation or {})
@@ -223,7 +223,7 @@ _OF_WHOLE = frozenset(
 """Keys that a model with several parts may have beside its decoder's."""
 
 
-def _decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the text decoder, of a model that has it among other parts."""
     families = wrapped_families(values.get("architectures"))
     if not families:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import huggingface_hub
 
+from detjax.defaults import EAGLE3, MTP
 from detjax.models.bundled import BUNDLED, BUNDLED_NAME, bundled_model_path
-from detjax.models.eagle.config import check_is_head, refuse_head
 from detjax.models.folder_kind import check_kind
+from detjax.models.heads.eagle_config import check_is_head, refuse_head
+from detjax.models.heads.mtp_config import find_mtp_layout
 from detjax.models.hf_config import load_config
 from detjax.models.weights.files import check_files
 
@@ -36,12 +38,12 @@ def find_model(name: str | Path, *, revision: str | None = None) -> Path:
     return resolve_model(str(name), revision=revision)
 
 
-def check_model(name: str | Path, *, revision: str | None = None, is_head: bool = False) -> None:
+def check_model(name: str | Path, *, revision: str | None = None, head: str = "") -> None:
     """See that a model is there and can be read, before JAX starts and before it is downloaded.
 
     Of a folder: that its configuration is known and every file of weights is there. Of a Hugging
-    Face id: that there is such a repository, and its configuration is known. Where it must be an
-    EAGLE-3 head, that its configuration is one of a head.
+    Face id: that there is such a repository, and its configuration is known. Where `head` is
+    "eagle3", that it is such a head; where it is "mtp", that it is a model which has one.
 
     Raises:
         FileNotFoundError, PermissionError, ValueError: As `resolve_model` and `load_config` say.
@@ -51,11 +53,13 @@ def check_model(name: str | Path, *, revision: str | None = None, is_head: bool 
         check_files(folder)
     else:
         folder = _snapshot(str(name), revision, SMALL_FILES)
-    if is_head:
+    if head == EAGLE3:
         check_is_head(folder)
-    else:
-        refuse_head(folder)
-        load_config(folder)
+        return
+    refuse_head(folder)
+    load_config(folder)
+    if head == MTP:
+        find_mtp_layout(folder)
 
 
 def resolve_model(name_or_path: str, *, revision: str | None = None) -> Path:

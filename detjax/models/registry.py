@@ -11,6 +11,7 @@ from detjax.models.family import (
     ExpertKeys,
     ExpertStack,
     Family,
+    MtpLayout,
     RopeRule,
     WindowRule,
     Wrapper,
@@ -161,11 +162,25 @@ _QWEN3_5 = Family(
         "mamba_ssm_dtype": ("float32",),
         "mlp_only_layers": ([], None),
     },
-    # Layers that predict further tokens, and see images: nobody reads them here.
+    # Layers that predict further tokens, and see images: no text needs them.
     spare_tensors=("mtp.", "model.visual."),
     wrapper=_qwen3_5_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
+    mtp=MtpLayout(
+        count="mtp_num_hidden_layers",
+        prefix="mtp.",
+        layer="layers.0.",
+        names={
+            "embed_norm": "pre_fc_norm_embedding",
+            "hidden_norm": "pre_fc_norm_hidden",
+            "join": "fc",
+            "last_norm": "norm",
+        },
+        is_hidden_first=False,
+        hands_normalised=True,
+        checked={"mtp_use_dedicated_embeddings": (False,)},
+    ),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -264,6 +279,30 @@ FAMILIES: tuple[Family, ...] = (
         o_bias=BiasRule.NEVER,
         qk_norm=False,
         windows=WindowRule.BY_LAYER,
+    ),
+    # MiMo 7B: Qwen2 with one more layer, which predicts a further token.
+    Family(
+        name="mimo",
+        architectures=("MiMoForCausalLM",),
+        defaults=_QWEN | _QWEN_WINDOWS,
+        qkv_bias=BiasRule.ALWAYS,
+        windows=WindowRule.BY_LAYER,
+        checked={"attention_bias": (True,)},
+        spare_tensors=("model.mtp_layers.",),
+        inert=frozenset({"num_nextn_predict_layers"}),
+        mtp=MtpLayout(
+            count="num_nextn_predict_layers",
+            prefix="model.mtp_layers.0.",
+            layer="",
+            names={
+                "embed_norm": "token_layernorm",
+                "hidden_norm": "hidden_layernorm",
+                "join": "input_proj",
+                "last_norm": "final_layernorm",
+            },
+            is_hidden_first=True,
+            hands_normalised=False,
+        ),
     ),
     # Qwen2 with mixtures of experts (Qwen1.5-MoE-A2.7B, 57B-A14B), and a shared expert with a gate.
     Family(

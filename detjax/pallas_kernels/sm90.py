@@ -91,6 +91,10 @@ withheld = Withheld(
         "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "
         "their bits; use tp=1, dp for more devices, or backend portable"
     ),
+    mtp_heads=(
+        "MTP heads are withheld on sm90: no run on a GPU has shown the bits of a model that one "
+        "drafts for; use another method of speculative_config, or the backend reference or portable"
+    ),
     local_pages=(
         "local layers with a page table of their own are withheld on sm90: no run on a GPU has "
         "shown their bits; leave num_local_pages out (0), or use the backend reference or portable"

@@ -13,7 +13,8 @@ class Withheld:
         query_angles: Models whose queries have other angles than keys.
         shared_experts: Mixtures with an expert that every token has.
         sigmoid_routers: Mixtures whose router takes sigmoids, and has float32 weights.
-        head_ranks: EAGLE-3 heads where ranks share the model's layers.
+        head_ranks: Heads that draft where ranks share the model's layers.
+        mtp_heads: Heads of multi-token prediction.
         expert_gradients: A canonical backward pass of mixtures of experts.
         shared_training: Ranks of a trainer that share layers.
         local_pages: A page table of their own for local layers.
@@ -24,6 +25,7 @@ class Withheld:
     shared_experts: str = ""
     sigmoid_routers: str = ""
     head_ranks: str = ""
+    mtp_heads: str = ""
     expert_gradients: str = ""
     shared_training: str = ""
     local_pages: str = ""

@@ -10,18 +10,22 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.defaults import EAGLE3
 from detjax.models.config import ModelConfig
-from detjax.models.eagle.config import EagleConfig, layer_like
-from detjax.models.eagle.head import EagleHead, joined_params, place_eagle_head, tensor_shapes
-from detjax.models.eagle.save import save_eagle_head
+from detjax.models.heads.config import HeadConfig
+from detjax.models.heads.eagle import joined_params, place_eagle_head, tensor_shapes
+from detjax.models.heads.eagle_config import layer_like
+from detjax.models.heads.head import DraftHead
+from detjax.models.heads.save import save_eagle_head
 from detjax.models.loading import LoadedModel
 
 
 def dummy_eagle(
     target: ModelConfig, *, draft_vocab_size: int, norm_before_residual: bool = False
-) -> EagleConfig:
+) -> HeadConfig:
     """A head of a model of at least 4 layers, of the model's width and heads."""
-    return EagleConfig(
+    return HeadConfig(
+        method=EAGLE3,
         layer=layer_like(target),
         feature_layers=(1, 2, 3),
         target_hidden_size=target.hidden_size,
@@ -30,7 +34,7 @@ def dummy_eagle(
     )
 
 
-def dummy_tensors(eagle: EagleConfig, *, seed: int = 0) -> dict[str, np.ndarray]:
+def dummy_tensors(eagle: HeadConfig, *, seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 tensors of a head."""
     rng = np.random.default_rng(seed)
     return {
@@ -43,17 +47,17 @@ def dummy_tensors(eagle: EagleConfig, *, seed: int = 0) -> dict[str, np.ndarray]
     }
 
 
-def dummy_ids(eagle: EagleConfig) -> np.ndarray:
+def dummy_ids(eagle: HeadConfig) -> np.ndarray:
     """Tokens of a draft vocabulary, spread over that of the model."""
     return np.linspace(0, eagle.layer.vocab_size - 1, eagle.draft_vocab_size).astype(np.int32)
 
 
-def dummy_head(model: LoadedModel, eagle: EagleConfig, *, seed: int = 0) -> EagleHead:
+def dummy_head(model: LoadedModel, eagle: HeadConfig, *, seed: int = 0) -> DraftHead:
     """A head with random weights, on the mesh of the model that verifies."""
     return place_eagle_head(eagle, dummy_tensors(eagle, seed=seed), dummy_ids(eagle), model=model)
 
 
-def abstract_head(model: LoadedModel, eagle: EagleConfig) -> EagleHead:
+def abstract_head(model: LoadedModel, eagle: HeadConfig) -> DraftHead:
     """A head as shapes, on the mesh of a model of shapes."""
     dtype, whole = model.profile.param_dtype, NamedSharding(model.mesh, P())
     tensors = {
@@ -61,12 +65,13 @@ def abstract_head(model: LoadedModel, eagle: EagleConfig) -> EagleHead:
     }
     params = jax.eval_shape(joined_params, tensors)
     params["draft_ids"] = jax.ShapeDtypeStruct((eagle.draft_vocab_size,), jnp.int32)
-    return EagleHead(
-        eagle=eagle,
+    return DraftHead(
+        head_config=eagle,
         params={
             name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole)
             for name, value in params.items()
         },
+        shared={"embed": model.partition_specs["embed"]},
         rope_tables=model.rope_tables,
         mesh=model.mesh,
         profile=model.profile,
@@ -75,14 +80,14 @@ def abstract_head(model: LoadedModel, eagle: EagleConfig) -> EagleHead:
     )
 
 
-def write_dummy_head(folder: Path, eagle: EagleConfig, *, seed: int = 0) -> Path:
+def write_dummy_head(folder: Path, eagle: HeadConfig, *, seed: int = 0) -> Path:
     """Write a head with random weights in SGLang's form."""
     save_eagle_head(folder, eagle, dummy_tensors(eagle, seed=seed), dummy_ids(eagle))
     return folder
 
 
 def reference_drafts(
-    eagle: EagleConfig,
+    eagle: HeadConfig,
     tensors: dict[str, np.ndarray],
     embed: np.ndarray,
     features: np.ndarray,
@@ -112,7 +117,7 @@ def reference_drafts(
     return drafts
 
 
-def _layer(eagle: EagleConfig, wide: dict, embedded: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def _layer(eagle: HeadConfig, wide: dict, embedded: np.ndarray, hidden: np.ndarray) -> np.ndarray:
     """The head's layer of a whole text, [S, D]."""
     weights = {name.removeprefix("midlayer."): value for name, value in wide.items()}
     normed = _norm(eagle, hidden, weights["hidden_norm.weight"])
@@ -126,7 +131,7 @@ def _layer(eagle: EagleConfig, wide: dict, embedded: np.ndarray, hidden: np.ndar
     return residual + (gate / (1 + np.exp(-gate)) * up) @ weights["mlp.down_proj.weight"].T
 
 
-def _attention(eagle: EagleConfig, weights: dict, rows: np.ndarray) -> np.ndarray:
+def _attention(eagle: HeadConfig, weights: dict, rows: np.ndarray) -> np.ndarray:
     layer, length = eagle.layer, len(rows)
     q, k, v = (
         (rows @ weights[f"self_attn.{name}_proj.weight"].T).reshape(length, -1, layer.head_dim)
@@ -150,6 +155,6 @@ def _turned(x: np.ndarray, theta: float) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _norm(eagle: EagleConfig, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+def _norm(eagle: HeadConfig, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
     scale = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eagle.layer.rms_norm_eps)
     return x / scale * gain

@@ -28,6 +28,7 @@ from detjax.models.abstract import abstract_params
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.forward_paths import KernelMode
+from detjax.models.heads.head import DraftHead
 from detjax.models.hf_config import config_from_hf
 from detjax.models.layers import ForwardContext, Tokens, adapted_linear, row_parallel_norm
 from detjax.models.loading import LoadedModel
@@ -55,6 +56,7 @@ from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
 from detjax.testing import aot
 from detjax.testing.dummies import dummy_config
 from detjax.testing.eagle import abstract_head, dummy_eagle
+from detjax.testing.mtp import abstract_mtp_head
 from detjax.testing.programs import plain_key, programs_for
 from detjax.testing.shapes import LAYOUTS, MOE_SHAPES
 
@@ -482,12 +484,16 @@ of Ministral 3 8B and Qwen3.5 9B; Gemma 2 9B; Qwen1.5-MoE-A2.7B, and that of Qwe
 Qwen3-Next 80B-A3B and GLM-4.5-Air."""
 
 
-def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
-    """A step of the last two layers of a published model: with and without a window, if any has."""
+def last_layers(name: str) -> ModelConfig:
+    """The last two layers of a published model of a family."""
     (family,) = (one for one in REGISTRY if one.name == name)
     config = config_from_hf({"architectures": list(family.architectures), **FAMILIES[name]})
-    config = config.with_layers([config.num_layers - 2, config.num_layers - 1])
-    model = abstract_model(2, make_config=lambda _: config)
+    return config.with_layers([config.num_layers - 2, config.num_layers - 1])
+
+
+def family_step(name: str, kind: ProgramKind, **sizes) -> aot.CompiledProgram:
+    """A step of the last two layers of a published model: with and without a window, if any has."""
+    model = abstract_model(2, make_config=lambda _: last_layers(name))
     programs = programs_for(model, num_pages=400, num_slots=8)
     key = plain_key(kind, **sizes)
     return aot.inspect_program(lambda: programs.get(key, model.params))
@@ -513,7 +519,24 @@ def pressed_head(kind: ProgramKind, *, weights: str, tp: int = 1, **sizes) -> ao
     """A program of an EAGLE-3 head with a vocabulary of its own, or one that leaves it features."""
     model = abstract_model(4, PRESSED_BYTES // tp, tp=tp)
     eagle = dummy_eagle(model.config, draft_vocab_size=32000)
-    head = abstract_head(model, eagle)
+    return head_program(model, abstract_head(model, eagle), kind, weights=weights, **sizes)
+
+
+def mtp_program(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProgram:
+    """The same of the MTP head of Qwen3.5 9B, beside the last two layers of that."""
+    (family,) = (one for one in REGISTRY if one.name == "qwen3_5_text")
+    assert family.mtp is not None
+    # The embedding and the output matrix take 4 GB alone.
+    memory = 3 * PRESSED_BYTES
+    model = abstract_model(2, memory, make_config=lambda _: last_layers(family.name))
+    head = abstract_mtp_head(model, family.mtp)
+    return head_program(model, head, kind, weights=weights, **sizes)
+
+
+def head_program(
+    model: LoadedModel, head: DraftHead, kind: ProgramKind, *, weights: str, **sizes
+) -> aot.CompiledProgram:
+    """A program of a head, or with "full" weights one of the model that leaves it features."""
     programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=head)
     mode: KernelMode = "invariant" if weights == "full" else "fast"
     key = plain_key(kind, mode=mode, weights=weights, leaves_features=weights == "full", **sizes)
@@ -700,6 +723,18 @@ PROGRAMS = {
     ),
     "pressed_head_window_one": lambda: pressed_head(
         "decode", weights="eagle3", rows=1, table_len=34, length=3
+    ),
+    "pressed_mtp_features": lambda: mtp_program(
+        "prefill", weights="full", rows=1, table_len=10, length=512
+    ),
+    "pressed_mtp_features_of_windows": lambda: mtp_program(
+        "verify", weights="full", rows=8, table_len=10, length=4
+    ),
+    "pressed_mtp_prefill": lambda: mtp_program(
+        "prefill", weights="mtp", rows=1, table_len=10, length=512
+    ),
+    "pressed_mtp_window": lambda: mtp_program(
+        "decode", weights="mtp", rows=8, table_len=10, length=3
     ),
     # Logits are left where they are made, or in the first rows of what a choice program reads.
     "pressed_leaves_logits": lambda: pressed("decode", rows=8, table_len=34, logit_rows=8),

@@ -31,7 +31,7 @@ UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguard
     "contractible", "draft_launch", "fast_step", "fast_step_float8", "fast_step_int8", "kept_cache",
     "pressed_draft_prefill", "pressed_draft_window", "pressed_draft_window_one", "pressed_fast",
     "pressed_head_prefill", "pressed_head_window", "pressed_head_window_one",
-    "pressed_mesh_fast", "pressed_mesh_head_window",
+    "pressed_mesh_fast", "pressed_mesh_head_window", "pressed_mtp_prefill", "pressed_mtp_window",
 }  # fmt: skip
 """Programs that claim no bits."""
 

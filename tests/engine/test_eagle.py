@@ -17,7 +17,7 @@ from detjax.engine.running import head_programs
 from detjax.engine.running import programs as programs_module
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
-from detjax.models.eagle.features import text_states
+from detjax.models.heads.features import text_states
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model

@@ -13,7 +13,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import programs as programs_module
-from detjax.models.eagle.head import EagleHead
+from detjax.models.heads.head import DraftHead
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.quantization.quantize import RECIPES, quantize_folder
 from detjax.models.weights.load import ignore_progress
@@ -66,7 +66,7 @@ def mostly_right(text: np.ndarray):
     return candidates
 
 
-def head_of(model: LoadedModel) -> EagleHead:
+def head_of(model: LoadedModel) -> DraftHead:
     """A head that reads the one layer behind another."""
     eagle = dummy_eagle(model.config, draft_vocab_size=100)
     return dummy_head(model, dataclasses.replace(eagle, feature_layers=(1, 1, 1)))

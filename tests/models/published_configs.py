@@ -67,6 +67,16 @@ def mixtral(*sizes: int, **keys: Any) -> Config:
     return _config("MixtralForCausalLM", "mixtral", sizes, **more | keys)
 
 
+def mimo(*sizes: int, **keys: Any) -> Config:
+    more = {
+        "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128, "max_window_layers": 32,
+        "num_nextn_predict_layers": 1, "rope_theta": 640000, "sliding_window": 32768,
+        "use_mrope": False, "use_sliding_window": False,
+        "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+    }  # fmt: skip
+    return _config("MiMoForCausalLM", "mimo", sizes, **more | keys)
+
+
 def qwen2(*sizes: int, **keys: Any) -> Config:
     more = {
         "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
@@ -428,6 +438,7 @@ LOADED: dict[str, tuple[Config, int]] = {
     "QwQ-32B": (
         qwen2(152064, 5120, 27648, 64, 40, 8, 40960, sliding_window=32768, rope_scaling=None),
         40960),
+    "MiMo-7B-RL": (mimo(151680, 4096, 11008, 36, 32, 8, 32768), 32768),
     "DeepSeek-R1-Distill-Qwen-7B": (
         qwen2(152064, 3584, 18944, 28, 28, 4, 131072, use_mrope=False, rope_theta=10000,
               sliding_window=4096), 131072),

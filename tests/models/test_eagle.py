@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from detjax.models.eagle.config import default_feature_layers, load_eagle_config
-from detjax.models.eagle.head import load_eagle_head
+from detjax.defaults import EAGLE3
+from detjax.models.heads.eagle import load_eagle_head
+from detjax.models.heads.eagle_config import default_feature_layers, load_eagle_config
 from detjax.models.hub import check_model
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, write_dummy_head
@@ -81,7 +82,7 @@ def as_speculators(folder):
 
 def test_a_written_head_is_read_as_it_was(model, folder):
     read, made = load_eagle_head(str(folder), model=model), dummy_head(model, HEAD)
-    assert read.eagle == HEAD
+    assert read.head_config == HEAD
     assert read.params.keys() == made.params.keys()
     for name, value in made.params.items():
         np.testing.assert_array_equal(np.asarray(read.params[name]), np.asarray(value))
@@ -90,8 +91,8 @@ def test_a_written_head_is_read_as_it_was(model, folder):
 
 def test_the_form_of_speculators_is_read(model, folder):
     read = load_eagle_head(str(as_speculators(folder)), model=model)
-    assert read.eagle.norm_before_residual
-    assert read.eagle.feature_layers == (2, 4, 5)
+    assert read.head_config.norm_before_residual
+    assert read.head_config.feature_layers == (2, 4, 5)
     np.testing.assert_array_equal(
         np.asarray(read.params["qkv"]), np.asarray(dummy_head(model, HEAD).params["qkv"])
     )
@@ -182,8 +183,8 @@ def test_a_folder_without_weights_or_configuration_is_named(model, tmp_path, fol
 
 
 def test_a_head_is_no_model_and_a_model_is_no_head(folder):
-    check_model(folder, is_head=True)
+    check_model(folder, head=EAGLE3)
     with pytest.raises(ValueError, match="is an EAGLE-3 head, not a model; give it as the model"):
         check_model(folder)
     with pytest.raises(ValueError, match="is no EAGLE-3 head: there is neither"):
-        check_model("novels-6m", is_head=True)
+        check_model("novels-6m", head=EAGLE3)

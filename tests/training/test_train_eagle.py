@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.models.eagle.head import load_eagle_head
+from detjax.models.heads.eagle import load_eagle_head
 from detjax.models.rope import rope_tables
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_ids, dummy_tensors, reference_drafts
@@ -94,5 +94,5 @@ def test_a_head_is_trained_written_and_drafts_without_a_changed_bit(tool, tmp_pa
     told = capsys.readouterr().out
     assert "learned:" in told and "held out:" in told and told.count(" 0 of 1 answers") == 2
     model = dummy_model(dummy_config(vocab_size=4096, hidden_size=256, num_layers=5))
-    head = load_eagle_head(str(tmp_path / "head"), model=model)
-    assert head.eagle.draft_vocab_size == 1000 and head.eagle.feature_layers == (1, 2, 4)
+    read = load_eagle_head(str(tmp_path / "head"), model=model).head_config
+    assert read.draft_vocab_size == 1000 and read.feature_layers == (1, 2, 4)

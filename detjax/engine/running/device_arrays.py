@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.array_types import Array, Int32
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
-from detjax.models.eagle.head import AnyDraftModel, EagleHead
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.loading import LoadedModel
 from detjax.models.pages import CachePages, cache_of
 from detjax.models.params import padded_vocab_size
@@ -23,7 +23,7 @@ from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 PAGES_SPEC = P(None, DP_AXIS, None, TP_AXIS, None, None)
 HEAD_PAGES_SPEC = P(None, DP_AXIS)
-"""Of an EAGLE-3 head, which every rank runs whole."""
+"""Of a head, which every rank runs whole."""
 BY_ROW = P(DP_AXIS)
 LOGITS_SPEC = P(DP_AXIS, TP_AXIS)
 """Of rows of the padded vocabulary."""
@@ -77,7 +77,7 @@ def pages_shape(model: AnyDraftModel, num_pages: int, num_local_pages: int = 0) 
         num_pages: Over all replicas.
         num_local_pages: The same of local layers; 0 where they have as many as the others.
     """
-    config, is_head = model.config, isinstance(model, EagleHead)
+    config, is_head = model.config, isinstance(model, DraftHead)
     spec = HEAD_PAGES_SPEC if is_head else PAGES_SPEC
     if is_head:  # a layer of attention, whatever its model's are
         windows = (None,) * config.num_layers

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
+from detjax.defaults import EAGLE3
 from detjax.engine.running.choice_programs import Program, rows_of
 from detjax.engine.running.device_arrays import (
     BY_ROW,
@@ -29,8 +30,8 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
-from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params
@@ -213,11 +214,11 @@ def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int)
     Raises:
         ValueError: If the vocabularies have different sizes, the models lie on different meshes or
             backends, their pages differ, the draft model's context is too short, or layers of
-            linear attention draft or have a head.
+            linear attention draft or have an EAGLE-3 head.
     """
-    has_head = isinstance(draft, EagleHead)
-    if (model.config if has_head else draft.config).linear_attention is not None:
-        what = "an EAGLE-3 head on" if has_head else "drafts by"
+    has_eagle = isinstance(draft, DraftHead) and draft.head_config.method == EAGLE3
+    if (model.config if has_eagle else draft.config).linear_attention is not None:
+        what = "an EAGLE-3 head on" if has_eagle else "drafts by"
         raise ValueError(
             f"{what} a model with layers of linear attention has not been proven; draft by "
             "--speculative prompt_lookup, --mode dvr or a model without such layers"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of an EAGLE-3 head, which drafts from hidden states of the model that verifies.
+"""The programs of a head, which drafts from hidden states of the model that verifies.
 
-Programs of that model leave the hidden states of three layers. Entry p of the head's cache is of
-the hidden states of position p and the token behind it; it lies on the page of position p. As with
-a draft model, slots, page tables and sampling parameters are those of the model that verifies.
+Programs of that model leave the hidden states that the head reads. Entry p of the head's cache is
+of the hidden states of position p and the token behind it; it lies on the page of position p. As
+with a draft model, slots, page tables and sampling parameters are those of the model that verifies.
 
 Ranks that share the model's layers have its hidden states whole, and each runs all of the head. The
 drafts of rank 0 count: bits of the head make no claim, and a window must be the same on all ranks.
@@ -35,12 +35,11 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose_plain
-from detjax.models.eagle.config import NUM_FEATURES
-from detjax.models.eagle.head import (
-    EagleHead,
+from detjax.models.heads.head import (
+    DraftHead,
     draft_logits,
-    eagle_pass,
-    project_features,
+    head_pass,
+    read_features,
     write_keys,
 )
 from detjax.models.layers import ForwardContext, Tokens
@@ -59,7 +58,7 @@ class Features:
     count follows from where the next window begins.
 
     Attributes:
-        states: Of three layers side by side, [S, W, X].
+        states: Of those layers side by side, [S, W, X].
         position: Of the first of them, int32 [S].
     """
 
@@ -111,7 +110,7 @@ class HeadPrograms:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         model: LoadedModel,
         *,
         num_pages: int,
@@ -135,7 +134,7 @@ class HeadPrograms:
         shared: dict = {"profile": model.profile, "backend": model.backend, "tp": 1}
         self._context = ForwardContext(config=head.config, **shared)
         num_slots, window_len = slots.window.shape
-        width = NUM_FEATURES * model.config.hidden_size
+        width = head.head_config.features_width
         dtype = model.profile.activation_dtype
         self.state = HeadState(
             pages=pages_shape(head, num_pages),
@@ -148,7 +147,7 @@ class HeadPrograms:
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the model whose inputs its programs leave."""
-        return self.model.eagle.feature_layers
+        return self.model.head_config.feature_layers
 
     def empty_state(self) -> HeadState:
         """Allocate the state."""
@@ -161,7 +160,8 @@ class HeadPrograms:
     @property
     def traced_from(self) -> tuple:
         """What programs follow from, besides their key and what describes it."""
-        return self._context, self.model.eagle, self.state.pages.shape, self._slots.window.shape
+        head = self.model.head_config
+        return self._context, head, self.state.pages.shape, self._slots.window.shape
 
     def program(self, key: ProgramKey, params: dict) -> Program:
         """Describe a program for weights like `params`."""
@@ -195,10 +195,9 @@ class HeadPrograms:
         is_token = step_idx < given.count[:, None]
         positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
         tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
-        hidden = project_features(params, states.reshape(-1, states.shape[-1]))
-        pages = write_keys(
-            self._context, self.model.eagle, params, tables, state.pages, tokens, hidden
-        )
+        hidden = self._read(params, states)
+        head = self.model.head_config
+        pages = write_keys(self._context, head, params, tables, state.pages, tokens, hidden)
         last = jnp.take_along_axis(states, given.count[:, None, None], axis=1)[:, 0]
         old = state.features
         features = Features(
@@ -239,6 +238,11 @@ class HeadPrograms:
         # A process reads the results of its own devices alone.
         return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
 
+    def _read(self, params, states: Activation[Array, "B T X"]) -> Activation[Array, "M D"]:
+        """One hidden state of those of each token."""
+        rows = states.reshape(-1, states.shape[-1])
+        return read_features(self.model.head_config, params, rows)
+
     def _committed(self, features: Features, slots: Slots, slot, start, params):
         """What the last window committed: tokens and their positions, hidden states, the last."""
         first, window = of_slots(features.position, slot), of_slots(slots.window, slot)
@@ -249,7 +253,7 @@ class HeadPrograms:
         is_token = (start[:, None] >= 0) & (step_idx < count[:, None])
         positions = jnp.where(is_token, first[:, None] + step_idx, -1)
         states = of_slots(features.states, slot)
-        hidden = project_features(params, states.reshape(-1, states.shape[-1]))
+        hidden = self._read(params, states)
         return (ids, positions), hidden, jnp.clip(count - 1, 0, window.shape[1] - 1)
 
     def _draft(
@@ -269,12 +273,12 @@ class HeadPrograms:
         # WHY: not a slice alone, which XLA copies by a memory node of the graph, with longer gaps.
         page_table = jnp.where(at[:, :1] < 0, 0, given.page_table)
         tokens = Tokens(ids=ids, positions=at, page_table=page_table)
-        ctx, eagle = self._context, self.model.eagle
-        pages, hidden = eagle_pass(ctx, eagle, params, tables, pages, tokens, hidden, wanted)
+        ctx, head = self._context, self.model.head_config
+        pages, out, hidden = head_pass(ctx, head, params, tables, pages, tokens, hidden, wanted)
         width = padded_vocab_size(
             ctx.config.vocab_size, tp=1, vocab_block=self._target.profile.vocab_block
         )
-        logits = draft_logits(ctx, params, hidden, width=width)
+        logits = draft_logits(ctx, params, out, width=width)
         # The noise of the token that will be verified, as a draft model has it.
         choice = choose_plain(ctx, logits, rows, position)
         token_ids = self._candidates(choice.token_ids, position)

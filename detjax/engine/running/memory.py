@@ -16,7 +16,7 @@ from detjax.engine.config import (
     ReplicaConfig,
 )
 from detjax.engine.running.device_arrays import pages_shape
-from detjax.models.eagle.head import AnyDraftModel
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.defaults import HEADS
 from detjax.engine import trace
-from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
+from detjax.engine.config import DRAFTS_OF_OTHERS, ReplicaConfig
 from detjax.engine.metrics import EngineStats
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sequence import (
@@ -58,8 +59,8 @@ from detjax.engine.running.ready_programs import GivesIdlePages, ReadyPrograms
 from detjax.engine.running.resident_adapters import ResidentAdapters
 from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.claim import Claim
-from detjax.models.eagle.head import AnyDraftModel
 from detjax.models.forward_paths import KernelMode
+from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 
 
@@ -320,7 +321,7 @@ class ModelRunner:
         is_drafted = any(row.seq.is_drafted for part in rows for row in part)
         if self._config.draft_weights not in DRAFTS_OF_OTHERS or not is_drafted:
             return ()
-        if self._config.draft_weights == EAGLE3:
+        if self._config.draft_weights in HEADS:
             packed = self._head_operands(rows, shape).pack()
         return (self._draft_prefill(shape, packed),)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
+from detjax.defaults import HEADS
+from detjax.engine.config import DRAFTS_OF_OTHERS, ReplicaConfig
 from detjax.engine.requests.request import Request
 from detjax.models.forward_paths import KernelMode
 
@@ -40,12 +41,12 @@ class ProgramKey:
         table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
         weights: "full", the name of the 8-bit dtype that a `fast` step's weights have, or
-            "draft_model" or "eagle3": those of another model, with a cache of its own.
+            "draft_model", "eagle3" or "mtp": those of another model, with a cache of its own.
         logit_rows: Rows of the array in which it leaves logits for a choice program, at least
             `rows` (`rows` times `length` of a verification); 0 leaves none.
         leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
             logprobs of a prompt.
-        leaves_features: Whether it leaves the hidden states of three layers, for an EAGLE-3 head.
+        leaves_features: Whether it leaves hidden states of some layers, for a head.
     """
 
     kind: ProgramKind
@@ -184,7 +185,7 @@ def leaves_features(config: ReplicaConfig, kind: ProgramKind, weights: str) -> b
 
     A step that decodes leaves none: a head drafts again behind a verification.
     """
-    return config.draft_weights == EAGLE3 and weights == "full" and kind != "decode"
+    return config.draft_weights in HEADS and weights == "full" and kind != "decode"
 
 
 def draft_sizes(config: ReplicaConfig) -> tuple[int, ...]:

@@ -58,9 +58,9 @@ from detjax.engine.running.program_key import AnyKey, ProgramKey, ScoreKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
 from detjax.models.adapters.program import adapters_of
 from detjax.models.decoder import last_hidden
-from detjax.models.eagle.head import AnyDraftModel, EagleHead
 from detjax.models.fast import quantised_specs
 from detjax.models.forward_paths import FORWARD_PATHS, KernelMode
+from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.taps import FeatureTaps
@@ -184,7 +184,7 @@ class ProgramCache:
                 into the step that makes them.
             others: Programs of this model and these sizes with other candidates: their prefills,
                 which make no drafts, are used here too.
-            draft_model: Or EAGLE-3 head. Makes drafts for `model`, on its mesh.
+            draft_model: Or head. Makes drafts for `model`, on its mesh.
         """
         self.num_pages, self.num_slots, self.window_len = num_pages, num_slots, window_len
         self._model = model
@@ -214,7 +214,7 @@ class ProgramCache:
         match draft_model:
             case None:
                 return None
-            case EagleHead():
+            case DraftHead():
                 shapes["candidates"] = self._candidates
                 return HeadPrograms(draft_model, self._model, num_pages=self.num_pages, **shapes)
         return DraftPrograms(draft_model, num_pages=self.num_pages, **shapes)
@@ -407,6 +407,10 @@ class ProgramCache:
         assert isinstance(self.drafts, HeadPrograms)
         return self.drafts.feature_layers
 
+    def _reads_last(self, key: ProgramKey) -> bool:
+        """Whether a program leaves what the last layer makes of every token."""
+        return self._context.config.num_layers in self._feature_layers(key)
+
     def _watched(self, key: ProgramKey) -> tuple[ForwardContext, FeatureTaps | None]:
         """The context of a program, and what sees the hidden states that it leaves."""
         if not key.leaves_features:
@@ -429,7 +433,7 @@ class ProgramCache:
         context, taps = self._watched(key)
         kv_cache, hidden, choice, last, logits = _choose_last(
             context, key.mode, params, tables, kv_cache, tokens, rows,
-            wants_all=key.leaves_hidden,
+            wants_all=key.leaves_hidden or self._reads_last(key),
         )  # fmt: skip
         put = {"mode": "drop", "unique_indices": False}
         slots = Slots(

@@ -8,7 +8,8 @@ when it is full, late or would end the sequence, and is gone when its verificati
 from collections import abc
 from dataclasses import dataclass
 
-from detjax.engine.config import DRAFTS_OF_OTHERS, EAGLE3, ReplicaConfig
+from detjax.defaults import HEADS
+from detjax.engine.config import DRAFTS_OF_OTHERS, ReplicaConfig
 from detjax.engine.requests.sequence import (
     DecodeRow,
     Sequence,
@@ -62,7 +63,7 @@ class Speculation:
         self._config = config
         self._drafters = drafters
         self._has_model = config.draft_weights in DRAFTS_OF_OTHERS
-        self._has_head = config.draft_weights == EAGLE3
+        self._has_head = config.draft_weights in HEADS
         self._is_small_share = self._is_small_batch = True
         self._choice = (
             DraftChoice(sorted({0, *config.draft_lens})) if config.adapts_drafts else None

@@ -37,25 +37,29 @@ def assemble(
         make: Gives a tensor as its spec stores it, or as it is quantised. What is joined is
             deleted, so that no more than one parameter is held twice.
     """
-
-    def parameter(spec: ParamSpec) -> AnyMatrix:
-        parts = [make(tensor) for tensor in spec.tensors]
-        if len(parts) == 1:
-            return parts[0]
-        packed = [part for part in parts if isinstance(part, QUANTIZED)]
-        plain = [part for part in parts if not isinstance(part, QUANTIZED)]
-        if packed:
-            joined = join_packed(packed, spec, mesh)
-        elif all(part.is_fully_addressable and is_on_cpu(mesh) for part in plain):
-            joined = _joined_on_host(plain, spec, mesh)
-        else:
-            joined = _joiner(mesh, spec.partition)(plain)
-        for leaf in jax.tree.leaves(parts):
-            leaf.delete()
-        return joined
-
+    parameter = functools.partial(assemble_one, mesh=mesh, make=make)
     made = jax.tree.map(parameter, made_once(specs, mesh))
     return {"lm_head": made["embed"], **made}
+
+
+def assemble_one(
+    spec: ParamSpec, *, mesh: Mesh, make: Callable[[TensorSpec], AnyMatrix]
+) -> AnyMatrix:
+    """Make one parameter; arguments as `assemble` has them."""
+    parts = [make(tensor) for tensor in spec.tensors]
+    if len(parts) == 1:
+        return parts[0]
+    packed = [part for part in parts if isinstance(part, QUANTIZED)]
+    plain = [part for part in parts if not isinstance(part, QUANTIZED)]
+    if packed:
+        joined = join_packed(packed, spec, mesh)
+    elif all(part.is_fully_addressable and is_on_cpu(mesh) for part in plain):
+        joined = _joined_on_host(plain, spec, mesh)
+    else:
+        joined = _joiner(mesh, spec.partition)(plain)
+    for leaf in jax.tree.leaves(parts):
+        leaf.delete()
+    return joined
 
 
 def _joined_on_host(parts: list[jax.Array], spec: ParamSpec, mesh: Mesh) -> jax.Array:

@@ -4,7 +4,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -92,7 +92,7 @@ def load_params(
     with contextlib.ExitStack() as stack:
         tensors = open_weights(folder, config, dtype, stack)
         can_cast = cast_weights != NO_CAST
-        _check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
+        check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
         forms = {
             tensor.hf_name: kept
@@ -102,16 +102,7 @@ def load_params(
         }
 
         def read(spec: TensorSpec) -> AnyMatrix:
-            sources = [tensors[name] for name in spec.hf_names]
-            name = f"{spec.hf_names[0]!r} in {sources[0].file}"
-            rows = sources[0].rows
-            if forms[spec.hf_name] is MatrixForm.PACKED:
-                return place_packed(rows, spec, mesh, name=name)
-            if forms[spec.hf_name] is MatrixForm.W8A8:
-                return place_w8a8([source.rows for source in sources], spec, mesh, name=name)
-            if spec.num_experts:
-                name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
-            return place_tensor(rows, spec, mesh, dtype=spec.dtype(target), name=name)
+            return place_stored(tensors, spec, mesh, dtype=target, form=forms[spec.hf_name])
 
         in_order = [tensor for spec in made for tensor in spec.tensors]
         num_readers = 1 if mesh.devices.flat[0].platform == "cpu" else NUM_READERS
@@ -125,6 +116,30 @@ def load_params(
             return array
 
         return assemble(specs, mesh, load)
+
+
+def place_stored(
+    tensors: Mapping[str, StoredTensor],
+    spec: TensorSpec,
+    mesh: Mesh,
+    *,
+    dtype: jnp.dtype,
+    form: MatrixForm = MatrixForm.EXPANDED,
+) -> AnyMatrix:
+    """Put what `spec` makes of a checkpoint's tensors onto the devices, in this form.
+
+    `dtype` is that of most weights.
+    """
+    sources = [tensors[name] for name in spec.hf_names]
+    name = f"{spec.hf_names[0]!r} in {sources[0].file}"
+    rows = sources[0].rows
+    if form is MatrixForm.PACKED:
+        return place_packed(rows, spec, mesh, name=name)
+    if form is MatrixForm.W8A8:
+        return place_w8a8([source.rows for source in sources], spec, mesh, name=name)
+    if spec.num_experts:
+        name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
+    return place_tensor(rows, spec, mesh, dtype=spec.dtype(dtype), name=name)
 
 
 def check_params(
@@ -146,10 +161,10 @@ def check_params(
     with contextlib.ExitStack() as stack:
         tensors = open_weights(folder, config, dtype, stack)
         can_cast = cast_weights != NO_CAST
-        _check_tensors(folder, tensors, wanted, dtype=check_dtype(dtype), can_cast=can_cast)
+        check_tensors(folder, tensors, wanted, dtype=check_dtype(dtype), can_cast=can_cast)
 
 
-def _check_tensors(
+def check_tensors(
     folder: Path,
     tensors: dict[str, StoredTensor],
     specs: list[TensorSpec],
@@ -157,7 +172,18 @@ def _check_tensors(
     dtype: jnp.dtype,
     can_cast: bool,
 ) -> None:
-    """Every tensor that is needed is there, of the right shape and dtype, and no other."""
+    """Refuse tensors unless all that `specs` need are there, of their shapes, and no others.
+
+    Args:
+        folder: Of the tensors.
+        tensors: By name.
+        specs: What is to be made of them.
+        dtype: Of most weights.
+        can_cast: Whether float16 may become bfloat16.
+
+    Raises:
+        ValueError: Naming the first that is missing, unknown, or of another shape or dtype.
+    """
     wanted = {name: spec.hf_shape for spec in specs for name in spec.hf_names}
     target_of = {name: spec.dtype(dtype) for spec in specs for name in spec.hf_names}
     if missing := [name for name in wanted if name not in tensors]:

@@ -8,7 +8,7 @@ the channels of rotary embedding otherwise, or leave a number out of a weight th
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -411,6 +411,13 @@ def open_weights(
             f"config.json ties the embeddings, but {tensors[HEAD_NAME].file} holds a "
             f"{HEAD_NAME!r}; remove the tensor"
         )
+    return read_by(plan, tensors)
+
+
+def read_by(
+    plan: Mapping[str, AnyReading], tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The decoder's tensors of those of a checkpoint, and others that nothing is made of."""
     sources = {reading.source for reading in plan.values()}
     kept = {name: tensor for name, tensor in tensors.items() if name not in sources}
     return kept | {

@@ -8,11 +8,12 @@ speculators has the layer under `transformer_layer_config`. Every key must be kn
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detjax.defaults import EAGLE3
 from detjax.models.config import ModelConfig, RopeConfig
+from detjax.models.heads.config import HeadConfig
 from detjax.models.hf_config import config_from_hf, read_object
 from detjax.models.hf_values import flag_of, int_of
 
@@ -36,25 +37,6 @@ _SPECULATORS_KEYS = frozenset(
         "transformer_layer_config", "transformers_version", _LAYER_IDS, _SPECULATORS,
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EagleConfig:
-    """One EAGLE-3 head.
-
-    Attributes:
-        layer: Its decoder layer, with the vocabulary of the model that it drafts for.
-        feature_layers: Layers of that model whose input residual streams the head reads.
-        target_hidden_size: Of that model.
-        draft_vocab_size: Tokens that the head can draft.
-        norm_before_residual: Whether the layer adds to its normalised input, not to the input.
-    """
-
-    layer: ModelConfig
-    feature_layers: tuple[int, ...]
-    target_hidden_size: int
-    draft_vocab_size: int
-    norm_before_residual: bool
 
 
 def refuse_head(folder: Path) -> None:
@@ -86,7 +68,7 @@ def check_is_head(folder: Path) -> None:
         )
 
 
-def load_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
+def load_eagle_config(folder: Path, target: ModelConfig) -> HeadConfig:
     """Read the `config.json` of a head.
 
     Args:
@@ -144,7 +126,7 @@ def layer_like(target: ModelConfig) -> ModelConfig:
     )
 
 
-def eagle_config_from_hf(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+def eagle_config_from_hf(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     """Map a parsed `config.json`; arguments and errors as `load_eagle_config` has them."""
     if _SPECULATORS in values:
         return _from_speculators(values, target)
@@ -168,7 +150,7 @@ def _is_head(values: Mapping[str, Any]) -> bool:
     return _SPECULATORS in values or values.get("architectures") == [ARCHITECTURE]
 
 
-def _from_speculators(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
+def _from_speculators(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     _refuse_unknown(values, _SPECULATORS_KEYS, "an EAGLE-3 head of speculators")
     algorithm = _object(values, _SPECULATORS).get("algorithm")
     if algorithm != "eagle3":
@@ -186,7 +168,7 @@ def _config(
     *,
     layer_ids: Any,
     offset: int,
-) -> EagleConfig:
+) -> HeadConfig:
     if layer.get("model_type", "llama") != "llama":
         raise ValueError(f"model_type={layer['model_type']!r} must be 'llama'")
     kept = {key: value for key, value in layer.items() if key not in _NO_EMBEDDING_KEYS}
@@ -211,7 +193,8 @@ def _config(
         raise ValueError(
             f"draft_vocab_size={num_drafted} must be at most vocab_size={config.vocab_size}"
         )
-    return EagleConfig(
+    return HeadConfig(
+        method=EAGLE3,
         # WHY: tables of the model's length. Past its own a head drafts worse, and no bit changes.
         layer=dataclasses.replace(config, max_position_embeddings=target.max_position_embeddings),
         feature_layers=_feature_layers(layer_ids, target.num_layers, offset=offset),

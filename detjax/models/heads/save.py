@@ -10,11 +10,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from detjax.models.config import RopeKind
-from detjax.models.eagle.config import ARCHITECTURE, EagleConfig
+from detjax.models.heads.config import HeadConfig
+from detjax.models.heads.eagle_config import ARCHITECTURE
 
 
 def save_eagle_head(
-    folder: Path, eagle: EagleConfig, tensors: Mapping[str, np.ndarray], ids: np.ndarray
+    folder: Path, eagle: HeadConfig, tensors: Mapping[str, np.ndarray], ids: np.ndarray
 ) -> None:
     """Write `config.json` and `model.safetensors`.
 
@@ -35,7 +36,7 @@ def save_eagle_head(
     (folder / "config.json").write_text(json.dumps(hf_values(eagle), indent=2) + "\n")
 
 
-def hf_values(eagle: EagleConfig) -> dict[str, Any]:
+def hf_values(eagle: HeadConfig) -> dict[str, Any]:
     """The `config.json` of a head."""
     layer = eagle.layer
     if layer.rope.kind is not RopeKind.DEFAULT:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of whole texts, as a model's canonical steps leave them to an EAGLE-3 head."""
+"""Hidden states of whole texts, as a model's canonical steps leave them to a head."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from detjax.models.pages import cache_of
 from detjax.models.taps import FeatureTaps
 
 GivesStates = Callable[[np.ndarray], tuple[Activation[Array, "B T X"], Activation[Array, "B T D"]]]
-"""From token ids, int32 [B, T]: three hidden states of each side by side, and the last of all,
+"""From token ids, int32 [B, T]: hidden states of each side by side, and the last of all,
 normalised, of which the model's logits are."""
 
 
@@ -27,7 +27,7 @@ def text_states(model: LoadedModel, layers: Sequence[int], shape: tuple[int, int
 
     Args:
         model: On a mesh of one device.
-        layers: As `EagleConfig.feature_layers` has them.
+        layers: As `HeadConfig.feature_layers` has them.
         shape: Texts of a batch, and tokens of each.
 
     Raises:

@@ -1,108 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EAGLE-3 head: its weights, and its pass over tokens. No claim: what it drafts is verified."""
+"""EAGLE-3 heads: their tensors in both published forms, read and placed."""
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.models.abstract import why_unsupported
-from detjax.models.config import ModelConfig
-from detjax.models.eagle.config import NUM_FEATURES, EagleConfig, load_eagle_config
-from detjax.models.fast import attention_layer, product, rms_norm, swiglu
+from detjax.array_types import Int32
+from detjax.models.heads.config import HeadConfig
+from detjax.models.heads.eagle_config import load_eagle_config
+from detjax.models.heads.head import DraftHead, check_head
 from detjax.models.hub import find_model
-from detjax.models.layers import ForwardContext, Tokens, embed_tokens, rope_rows
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params
 from detjax.models.rope import rope_tables
 from detjax.models.weights.files import StoredTensor, open_tensors
-from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import ignore_progress
-from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rope.api import rope_into_cache
-from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.parallel.mesh import TP_AXIS
 
 _FLOATS = ("BF16", "F16", "F32")
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 _EMBED = "embed_tokens.weight"
-_EMBED_SPEC = P(None, TP_AXIS)
 _VOCABULARY_MAPS = {"d2t": "I64", "t2d": "BOOL"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EagleHead:
-    """A head on the mesh of the model that it drafts for. Every rank has all of it.
-
-    Attributes:
-        eagle: What it is.
-        params: Its weights: matrices (out, in), those that read the same rows joined, and
-            `draft_ids`, the token of each row of `lm_head`. Without `embed` it uses the model's.
-        rope_tables: Cosines and sines by position.
-        mesh: Where.
-        profile: As the model's.
-        backend: As the model's.
-        folder: Where it was read; None for random weights.
-    """
-
-    eagle: EagleConfig
-    params: Params
-    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
-    mesh: Mesh
-    profile: NumericsProfile
-    backend: Backend
-    folder: Path | None
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its decoder layer."""
-        return self.eagle.layer
-
-    @property
-    def num_kv_slots(self) -> int:
-        """Key/value heads in its cache."""
-        return self.config.num_kv_heads
-
-    @property
-    def partition_specs(self) -> dict[str, P]:
-        """How `params_beside` lie on the mesh: embeddings as the model's, by channels."""
-        return {name: P() for name in self.params} | {"embed": _EMBED_SPEC}
-
-    def params_beside(self, target: Params) -> Params:
-        """The weights of its programs: its own, and the embedding of the model if it has none."""
-        return {"embed": target["embed"]} | self.params
-
-    def take_weights_to_host(self) -> Params:
-        """Free the weights on the devices; their copy on the host, for `put_weights_back`."""
-        return take_to_host(self.params)
-
-    def put_weights_back(self, host: Params) -> None:
-        """Put the weights where they were."""
-        self.params.update(put_on_devices(host, self.params))
-
-
-AnyDraftModel = LoadedModel | EagleHead
-"""What drafts for a model with weights of its own."""
-
-
-def tensor_shapes(eagle: EagleConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(eagle: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a head's float tensors, by the names of SGLang's form; all but the embedding."""
     layer = eagle.layer
     width, heads = layer.hidden_size, layer.num_heads * layer.head_dim
     kv_heads = layer.num_kv_heads * layer.head_dim
     return {
-        "fc.weight": (width, NUM_FEATURES * eagle.target_hidden_size),
+        "fc.weight": (width, eagle.features_width),
         "norm.weight": (width,),
         "lm_head.weight": (eagle.draft_vocab_size, width),
         "midlayer.input_layernorm.weight": (width,),
@@ -132,9 +66,9 @@ def joined_params(tensors: Mapping[str, Any], *, xp: Any = jnp) -> Params:
 
     params = {
         "fc": tensors["fc.weight"],
-        "final_norm": tensors["norm.weight"],
+        "last_norm": tensors["norm.weight"],
         "lm_head": tensors["lm_head.weight"],
-        "attn_norm": of("input_layernorm"),
+        "embed_norm": of("input_layernorm"),
         "hidden_norm": of("hidden_norm"),
         "mlp_norm": of("post_attention_layernorm"),
         "qkv": of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -150,7 +84,7 @@ def joined_params(tensors: Mapping[str, Any], *, xp: Any = jnp) -> Params:
 
 def load_eagle_head(
     name: str, *, model: LoadedModel, progress: Callable[[str, int, int], None] = ignore_progress
-) -> EagleHead:
+) -> DraftHead:
     """Load a head that drafts for a model, on its mesh, rounded to its dtype of weights.
 
     Args:
@@ -184,7 +118,7 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def check_tensors(eagle: EagleConfig, tensors: Mapping[str, StoredTensor]) -> None:
+def check_tensors(eagle: HeadConfig, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse tensors that are not those of a head, before one is read.
 
     Raises:
@@ -217,7 +151,7 @@ def check_tensors(eagle: EagleConfig, tensors: Mapping[str, StoredTensor]) -> No
 
 
 def draft_ids(
-    eagle: EagleConfig, d2t: np.ndarray | None, t2d: np.ndarray | None
+    eagle: HeadConfig, d2t: np.ndarray | None, t2d: np.ndarray | None
 ) -> Int32[np.ndarray, " X"]:
     """The token of each row of a head's `lm_head`.
 
@@ -242,13 +176,13 @@ def draft_ids(
 
 
 def place_eagle_head(
-    eagle: EagleConfig,
+    eagle: HeadConfig,
     tensors: Mapping[str, np.ndarray],
     ids: np.ndarray,
     *,
     model: LoadedModel,
     folder: Path | None = None,
-) -> EagleHead:
+) -> DraftHead:
     """Put a head's tensors on the mesh of the model that it drafts for.
 
     Args:
@@ -263,9 +197,7 @@ def place_eagle_head(
             its ranks, or the ranks cannot share the channels of its embedding.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
-    withheld = KERNELS[model.backend].withheld.head_ranks
-    if tp > 1 and withheld:
-        raise ValueError(f"an EAGLE-3 head with {tp=}: {withheld}")
+    check_head(eagle, model)
     if eagle.layer.hidden_size % tp:
         raise ValueError(
             f"hidden_size={eagle.layer.hidden_size} of the head must be a multiple of {tp=}: ranks "
@@ -277,120 +209,24 @@ def place_eagle_head(
             f"feature_layers={eagle.feature_layers} must be from 1 to {num_layers - 1}: the model "
             f"has {num_layers} layers, and the output of the last one is not read"
         )
-    refused = why_unsupported(eagle.layer, profile, model.backend, 1)  # every rank runs all of it
-    if refused is not None:
-        raise ValueError(f"backend {model.backend.value} cannot run this EAGLE-3 head: {refused}")
-    whole = NamedSharding(mesh, P())
+    whole, of_embed = NamedSharding(mesh, P()), model.partition_specs["embed"]
     values = joined_params(tensors, xp=np) | {"draft_ids": ids}
     params = {
         name: jax.device_put(
             value if name == "draft_ids" else value.astype(profile.param_dtype),
-            NamedSharding(mesh, _EMBED_SPEC) if name == "embed" else whole,
+            NamedSharding(mesh, of_embed) if name == "embed" else whole,
         )
         for name, value in values.items()
     }
     layer = eagle.layer
     tables = rope_tables(layer.rope, head_dim=layer.head_dim, max_len=layer.max_position_embeddings)
-    return EagleHead(
-        eagle=eagle,
+    return DraftHead(
+        head_config=eagle,
         params=params,
+        shared={} if "embed" in params else {"embed": of_embed},
         rope_tables=(jax.device_put(tables[0], whole), jax.device_put(tables[1], whole)),
         mesh=mesh,
         profile=profile,
         backend=model.backend,
         folder=folder,
     )
-
-
-# ------------------------------------------------------------------------------------------ passes
-
-
-def project_features(
-    params: Params, features: Activation[Array, "M X"]
-) -> Activation[Array, "M D"]:
-    """Make one hidden state of the three of each token."""
-    return product(features, params["fc"], features.dtype)
-
-
-def write_keys(
-    ctx: ForwardContext,
-    eagle: EagleConfig,
-    params: Params,
-    tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Cached[Array, "L N 2 K P C"],
-    tokens: Tokens,
-    hidden: Activation[Array, "M D"],
-) -> Cached[Array, "L N 2 K P C"]:
-    """Put the head's keys and values of tokens into its cache; arguments as `eagle_pass`'s."""
-    _, rows = _layer_rows(ctx, eagle, params, tokens, hidden)
-    cos, sin = rope_rows(tables, tokens.positions)
-    qkv = product(rows, params["qkv"], rows.dtype)
-    _, pages = rope_into_cache(
-        qkv.reshape(qkv.shape[0], -1, ctx.config.head_dim),
-        Rotation(cos, sin),
-        CachePlace(pages, tokens.page_table, tokens.positions, layer=0),
-        eps=ctx.config.rms_norm_eps,
-        backend=ctx.backend,
-    )
-    return pages
-
-
-def eagle_pass(
-    ctx: ForwardContext,
-    eagle: EagleConfig,
-    params: Params,
-    tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
-    pages: Cached[Array, "L N 2 K P C"],
-    tokens: Tokens,
-    hidden: Activation[Array, "M D"],
-    wanted: Int32[Array, " B"],
-) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "B D"]]:
-    """Run the head on tokens, each with the hidden state of the token before it.
-
-    Args:
-        ctx: The head's layer.
-        eagle: What the head is.
-        params: Its weights.
-        tables: Cosines and sines by position.
-        pages: Its cache.
-        tokens: Each at the position of the token before it, whose hidden state it is given with.
-        hidden: As `project_features` gives it, or this pass of the draft before.
-        wanted: Which token of each sequence something is drafted from.
-
-    Returns:
-        The cache, and what the layer leaves of the wanted tokens, without the last norm.
-    """
-    residual, rows = _layer_rows(ctx, eagle, params, tokens, hidden)
-    cos, sin = rope_rows(tables, tokens.positions)
-    pages, heads = attention_layer(ctx, params, rows, cos, sin, pages, tokens, 0)
-    at = jnp.arange(len(wanted), dtype=jnp.int32) * tokens.ids.shape[1] + wanted
-    heads, residual = (jnp.take(x, at, axis=0, mode="clip") for x in (heads, residual))
-    eps, dtype = ctx.config.rms_norm_eps, residual.dtype
-    residual = residual + product(heads, params["o"], dtype)
-    gated = swiglu(product(rms_norm(residual, params["mlp_norm"], eps), params["gate_up"], dtype))
-    return pages, residual + product(gated, params["down"], dtype)
-
-
-def draft_logits(
-    ctx: ForwardContext, params: Params, hidden: Activation[Array, "B D"], *, width: int
-) -> Float32[Array, "B V"]:
-    """Float32 logits of `width` tokens of the model's vocabulary; -inf for those without a row."""
-    rows = rms_norm(hidden, params["final_norm"], ctx.config.rms_norm_eps)
-    logits = product(rows, params["lm_head"], jnp.float32)
-    everywhere = jnp.full((len(hidden), width), -jnp.inf, jnp.float32)
-    return everywhere.at[:, params["draft_ids"]].set(logits)
-
-
-def _layer_rows(
-    ctx: ForwardContext,
-    eagle: EagleConfig,
-    params: Params,
-    tokens: Tokens,
-    hidden: Activation[Array, "M D"],
-) -> tuple[Activation[Array, "M D"], Activation[Array, "M E"]]:
-    """What the layer adds to, and the rows that it projects: embeddings and hidden states."""
-    eps = ctx.config.rms_norm_eps
-    embedded = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
-    normed = rms_norm(hidden, params["hidden_norm"], eps)
-    rows = jnp.concatenate([rms_norm(embedded, params["attn_norm"], eps), normed], axis=1)
-    return (normed if eagle.norm_before_residual else hidden), rows

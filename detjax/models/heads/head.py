@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A head that drafts from hidden states: its weights, and its pass over tokens.
+
+No claim: what it drafts is verified.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from detjax.array_types import Activation, Array, Cached, Float32, Int32
+from detjax.defaults import EAGLE3, MTP
+from detjax.models.abstract import why_unsupported
+from detjax.models.config import ModelConfig
+from detjax.models.fast import FastOps, local_logits_fast, product, projected_heads, rms_norm
+from detjax.models.heads.config import HeadConfig
+from detjax.models.layers import (
+    ForwardContext,
+    Tokens,
+    angles_of,
+    embed_tokens,
+    qk_gains,
+    rope_rows,
+)
+from detjax.models.loading import LoadedModel
+from detjax.models.params import Params
+from detjax.models.transformer import Stream, decoder_layer
+from detjax.models.weights.host import put_on_devices, take_to_host
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.rope.api import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.parallel.collectives import gather_columns
+from detjax.parallel.mesh import TP_AXIS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftHead:
+    """A head on the mesh of the model that it drafts for. Every rank has all of it.
+
+    Attributes:
+        head_config: What it is.
+        params: Its weights: those of its layer, the gains `embed_norm`, `hidden_norm` and
+            `last_norm`, and a matrix: `fc` makes one hidden state of several, `join` one row of a
+            hidden state and an embedding. With a vocabulary of its own `lm_head` and `draft_ids`,
+            the token of each of its rows.
+        shared: Weights of the model that it uses, and how they lie on the mesh.
+        rope_tables: Cosines and sines by position.
+        mesh: Where.
+        profile: As the model's.
+        backend: As the model's.
+        folder: Where it was read; None for random weights.
+    """
+
+    head_config: HeadConfig
+    params: Params
+    shared: Mapping[str, Any]
+    rope_tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
+    mesh: Mesh
+    profile: NumericsProfile
+    backend: Backend
+    folder: Path | None
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its decoder layer."""
+        return self.head_config.layer
+
+    @property
+    def num_kv_slots(self) -> int:
+        """Key/value heads in its cache."""
+        return self.config.num_kv_heads
+
+    @property
+    def partition_specs(self) -> dict[str, Any]:
+        """How `params_beside` lie on the mesh."""
+        return {**self.shared, **{name: w.sharding.spec for name, w in self.params.items()}}
+
+    def params_beside(self, target: Params) -> Params:
+        """The weights of its programs: its own, and those of the model that it uses."""
+        return {name: target[name] for name in self.shared} | self.params
+
+    def take_weights_to_host(self) -> Params:
+        """Free the weights on the devices; their copy on the host, for `put_weights_back`."""
+        return take_to_host(self.params)
+
+    def put_weights_back(self, host: Params) -> None:
+        """Put the weights where they were."""
+        self.params.update(put_on_devices(host, self.params))
+
+
+AnyDraftModel = LoadedModel | DraftHead
+"""What drafts for a model with weights of its own."""
+
+
+def check_head(head_config: HeadConfig, model: LoadedModel) -> None:
+    """Refuse a head that cannot run beside a model.
+
+    Raises:
+        ValueError: If the kernels refuse its layer, or no run has shown such heads or their ranks.
+    """
+    tp, name, backend = model.mesh.shape[TP_AXIS], head_config.name, model.backend
+    withheld = KERNELS[backend].withheld
+    if tp > 1 and withheld.head_ranks:
+        raise ValueError(f"{name} with {tp=}: {withheld.head_ranks}")
+    if head_config.method == MTP and withheld.mtp_heads:
+        raise ValueError(withheld.mtp_heads)
+    # Every rank runs all of it.
+    refused = why_unsupported(head_config.layer, model.profile, backend, 1)
+    if refused is not None:
+        raise ValueError(f"backend {backend.value} cannot run {name}: {refused}")
+
+
+# ------------------------------------------------------------------------------------------ passes
+
+
+def read_features(
+    head_config: HeadConfig, params: Params, features: Activation[Array, "M X"]
+) -> Activation[Array, "M D"]:
+    """Make the hidden state that the head reads of what the model leaves of each token."""
+    if head_config.method == EAGLE3:
+        return product(features, params["fc"], features.dtype)
+    if not head_config.hands_normalised:
+        return features
+    return rms_norm(features, params["final_norm"], head_config.layer.rms_norm_eps)
+
+
+def write_keys(
+    ctx: ForwardContext,
+    head_config: HeadConfig,
+    params: Params,
+    tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    pages: Cached[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    hidden: Activation[Array, "M D"],
+) -> Cached[Array, "L N 2 K P C"]:
+    """Put the head's keys and values of tokens into its cache; arguments as `head_pass`'s."""
+    stream = _layer_stream(ctx, head_config, params, tokens, hidden)
+    cos, sin = (angles_of(ctx.config, x, 0) for x in rope_rows(tables, tokens.positions))
+    _, pages = rope_into_cache(
+        projected_heads(ctx, params, stream.x),
+        Rotation(cos, sin, qk_gains(ctx.config, params)),
+        CachePlace(pages, tokens.page_table, tokens.positions, layer=0),
+        eps=ctx.config.rms_norm_eps,
+        backend=ctx.backend,
+    )
+    return pages
+
+
+def head_pass(
+    ctx: ForwardContext,
+    head_config: HeadConfig,
+    params: Params,
+    tables: tuple[Float32[Array, "S half"], Float32[Array, "S half"]],
+    pages: Cached[Array, "L N 2 K P C"],
+    tokens: Tokens,
+    hidden: Activation[Array, "M D"],
+    wanted: Int32[Array, " B"],
+) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "B D"], Activation[Array, "B D"]]:
+    """Run the head on tokens, each with the hidden state of the token before it.
+
+    Args:
+        ctx: The head's layer.
+        head_config: What the head is.
+        params: Its weights.
+        tables: Cosines and sines by position.
+        pages: Its cache.
+        tokens: Each at the position of the token before it, whose hidden state it is given with.
+        hidden: As `read_features` gives it, or this pass of the draft before.
+        wanted: Which token of each sequence something is drafted from.
+
+    Returns:
+        The cache, and of the wanted tokens the rows that logits are made of and the hidden state
+        for the next pass.
+    """
+    stream = _layer_stream(ctx, head_config, params, tokens, hidden)
+    cos, sin = rope_rows(tables, tokens.positions)
+    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, wanted=wanted)
+    pages, stream = decoder_layer(ops, 0, params, params["last_norm"], pages, stream)
+    return pages, stream.x, stream.x if head_config.hands_normalised else stream.residual
+
+
+def draft_logits(
+    ctx: ForwardContext, params: Params, rows: Activation[Array, "B D"], *, width: int
+) -> Float32[Array, "B V"]:
+    """Float32 logits of `width` or more tokens of the model's vocabulary.
+
+    -inf for those that the head cannot draft.
+    """
+    if "draft_ids" not in params:
+        ranks = dataclasses.replace(ctx, tp=lax.axis_size(TP_AXIS))
+        return gather_columns(local_logits_fast(ranks, params, rows), TP_AXIS)
+    logits = product(rows, params["lm_head"], jnp.float32)
+    everywhere = jnp.full((len(rows), width), -jnp.inf, jnp.float32)
+    return everywhere.at[:, params["draft_ids"]].set(logits)
+
+
+def _layer_stream(
+    ctx: ForwardContext,
+    head_config: HeadConfig,
+    params: Params,
+    tokens: Tokens,
+    hidden: Activation[Array, "M D"],
+) -> Stream:
+    """What the layer adds to, and the rows that it projects, of embeddings and hidden states."""
+    eps = ctx.config.rms_norm_eps
+    embedded = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
+    normed = rms_norm(hidden, params["hidden_norm"], eps)
+    both = jnp.concatenate([rms_norm(embedded, params["embed_norm"], eps), normed], axis=1)
+    if head_config.method == EAGLE3:
+        return Stream(normed if head_config.norm_before_residual else hidden, both)
+    joined = product(both, params["join"], both.dtype)
+    return Stream(joined, rms_norm(joined, params["attn_norm"], eps))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP heads on a Hopper GPU: no bit of an answer differs. They are withheld until this has run.
+
+Heads have random weights. Two drafts of three are replaced by the right tokens, so windows of every
+length are accepted.
+"""
+
+import dataclasses
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import Completion
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import programs as programs_module
+from detjax.models.config import LinearAttentionConfig
+from detjax.models.family import MtpLayout
+from detjax.models.loading import LoadedModel
+from detjax.models.registry import family_named
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.withheld import Withheld
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.testing.mtp import random_mtp_head
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 1024
+PLAIN = dummy_config(
+    num_heads=8, num_kv_heads=2, head_dim=128, hidden_size=512, intermediate_size=1536,
+    vocab_size=VOCAB, num_layers=2, qkv_bias=True,
+)  # fmt: skip
+LINEAR = LinearAttentionConfig(
+    num_key_heads=4, num_value_heads=8, key_dim=64, value_dim=64, conv_width=4, layers=(True, False)
+)
+CONFIGS = {
+    "mimo": PLAIN,
+    "qwen3_5_text": dataclasses.replace(
+        PLAIN, qkv_bias=False, qk_norm=True, linear_attention=LINEAR, has_output_gate=True
+    ),
+}
+PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 200))
+ASKED = Request(
+    prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=90, temperature=0.8, seed=5)
+)
+SIZES = {"batch_size": 4, "prefill_chunk": 128, "max_len": 384, "self_check": "off"}
+DRAFTS = {"draft_weights": "mtp", "verify_window": 5, "verify_rows": 4, "verify_patience": 0}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_withheld(monkeypatch):
+    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
+
+
+def layout_of(family: str) -> MtpLayout:
+    found = family_named(family)
+    assert found is not None and found.mtp is not None
+    return found.mtp
+
+
+@cache
+def model(family: str) -> LoadedModel:
+    return dummy_model(CONFIGS[family], backend=Backend.SM90)
+
+
+@cache
+def plain(family: str) -> Completion:
+    """The answer without drafts."""
+    (done,) = Engine(model(family), EngineConfig(**SIZES)).generate([ASKED])
+    return done
+
+
+def drafted(family: str, *, count: int = 4, **changes) -> tuple[list[Completion], Engine]:
+    """Answers to the request, so many times at once."""
+    text = np.array([*PROMPT, *plain(family).token_ids, *range(8)], np.int32)
+    text = np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text)
+
+    def mostly_right(token_ids, positions):
+        return jnp.asarray(text)[jnp.clip(positions, 0, len(text) - 1)]
+
+    layout = layout_of(family)
+    made = Engine(
+        model(family), EngineConfig(**SIZES | DRAFTS | changes),
+        draft_model=random_mtp_head(model(family), layout), candidates=mostly_right,
+    )  # fmt: skip
+    return made.generate([ASKED] * count), made
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_drafts_of_a_head_change_no_bit(family, mode):
+    answers, made = drafted(family, mode=mode)
+    assert [done.digest() for done in answers] == [plain(family).digest()] * 4
+    assert 0.3 < made.stats().drafts["mtp"].acceptance < 0.9
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_head_with_an_acceptance_of_its_own_changes_no_bit(family):
+    layout = layout_of(family)
+    head = random_mtp_head(model(family), layout)
+    made = Engine(model(family), EngineConfig(**SIZES | DRAFTS), draft_model=head)
+    assert [done.digest() for done in made.generate([ASKED] * 2)] == [plain(family).digest()] * 2
+    assert made.stats().drafts["mtp"].num_windows > 20
+
+
+@pytest.mark.control
+@pytest.mark.parametrize("family", CONFIGS)
+def test_control_drafts_that_are_not_compared_give_another_answer(family, monkeypatch):
+    checked = programs_module.commit_window
+
+    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
+        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
+        return checked(slots, slot, start, drafts, num_drafts, believed)
+
+    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    (done,), _ = drafted(family, count=1)
+    assert done.digest() != plain(family).digest()

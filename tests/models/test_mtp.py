@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP heads are read from a model's own folder as published, or refused by name.
+
+What they draft is compared with float64 in NumPy by the published formulas. Whether a draft follows
+from the right token and the right hidden state is seen with heads that know the next token.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+
+from detjax.models.heads.features import text_states
+from detjax.models.heads.head import DraftHead, draft_logits, head_pass, read_features
+from detjax.models.heads.mtp import load_mtp_head
+from detjax.models.heads.mtp_config import find_mtp_layout
+from detjax.models.hf_config import config_from_hf, load_config
+from detjax.models.hub import check_model
+from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.loading import LoadedModel, load_model
+from detjax.models.weights.load import load_params
+from detjax.numerics import NumericsProfile
+from detjax.parallel.mesh import make_mesh
+from detjax.testing.dummies import cpu_backend, dummy_config, dummy_model
+from detjax.testing.folders import write_model_folder
+from detjax.testing.mtp import MIMO, mtp_names, mtp_tensors, reference_mtp_drafts
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "mimo")
+WIDE = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
+TOKENS = tuple(int(t) for t in np.random.default_rng(0).integers(0, 256, 24))
+
+
+def write(folder: Path, family: str) -> Path:
+    """A model with a head; that of Qwen3.5 is the golden one."""
+    if family == "mimo":
+        write_model_folder(folder, MIMO, scale=0.2)
+        (folder / "tokenizer_config.json").unlink()
+    else:
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(GOLDEN / family / name, folder / name)
+    values = json.loads((folder / "config.json").read_text())
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | mtp_tensors(values), path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mtp")
+    return {family: write(root / family, family) for family in FAMILIES}
+
+
+def load(folder: Path, profile: NumericsProfile = WIDE, tp: int = 1) -> LoadedModel:
+    backend = cpu_backend(load_config(folder), profile, tp)
+    return load_model(str(folder), profile=profile, mesh=make_mesh(1, tp), backend=backend)
+
+
+def drafting(model: LoadedModel, head: DraftHead) -> Callable[[tuple[int, ...]], list[int]]:
+    """From a text the draft behind it, and the one that follows from the head's own state."""
+    config = head.head_config
+    states_of = text_states(model, config.feature_layers, (1, len(TOKENS)))
+    ctx = ForwardContext(config=config.layer, profile=model.profile, backend=model.backend, tp=1)
+    num_pages, shape = 2, (config.layer.num_kv_heads, model.profile.attention_block)
+    pages = jnp.zeros((1, num_pages, 2, *shape, config.layer.head_dim), model.profile.cache_dtype)
+    table = jnp.arange(num_pages, dtype=jnp.int32)[None]
+
+    def drafted(params, tables, states, tokens):
+        ids = tokens[:, 1:]
+        last = jnp.full(1, ids.size - 1, jnp.int32)
+        given = Tokens(ids=ids, positions=jnp.arange(ids.size)[None], page_table=table)
+        one_pass = partial(head_pass, ctx, config, params, tables)
+        hidden = read_features(config, params, states[0, :-1])
+        left, rows, hidden = one_pass(pages, given, hidden, last)
+        logits_of = partial(draft_logits, ctx, params, width=config.layer.vocab_size)
+        first = jnp.argmax(logits_of(rows), axis=1).astype(jnp.int32)
+        given = Tokens(ids=first[:, None], positions=last[:, None] + 1, page_table=table)
+        _, rows, _ = one_pass(left, given, hidden, jnp.zeros(1, jnp.int32))
+        return first, jnp.argmax(logits_of(rows), axis=1)
+
+    step = jax.jit(
+        jax.shard_map(
+            drafted, mesh=model.mesh, in_specs=(head.partition_specs, P(), P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )  # fmt: skip
+
+    def drafts(tokens: tuple[int, ...]) -> list[int]:
+        ids = np.array([tokens], np.int32)
+        given = head.params_beside(model.params), head.rope_tables, states_of(ids)[0], ids
+        return [int(draft[0]) for draft in step(*given)]
+
+    return drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_the_published_formulas_in_float64(folders, family):
+    folder = folders[family]
+    model = load(folder)
+    head, tensors = load_mtp_head(model), load_file(folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    layers = head.head_config.feature_layers
+    states_of = text_states(model, layers, (1, len(TOKENS)))
+    drafts, seen = drafting(model, head), set()
+    for shift in range(3):
+        tokens = (*TOKENS[shift:], *TOKENS[:shift])
+        states = np.asarray(states_of(np.array([tokens]))[0])[0]
+        expected = reference_mtp_drafts(values, tensors, states[:-1], tokens, count=2)
+        assert drafts(tokens) == expected
+        seen.update(expected)
+    assert len(seen) > 2, "drafts that follow from the text"
+
+
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
+def test_control_the_halves_the_other_way_round_draft_something_else(folders, family):
+    model = load(folders[family])
+    head = load_mtp_head(model)
+    drafts = drafting(model, head)
+    right = drafts(TOKENS)
+    join = np.asarray(head.params["join"])
+    swapped = np.roll(join, join.shape[1] // 2, axis=1)
+    head.params["join"] = jax.device_put(swapped, head.params["join"].sharding)
+    assert drafts(TOKENS) != right
+
+
+def test_every_tensor_of_a_head_is_read_once(folders):
+    """All that a checkpoint has of it, and the model's own embedding, last norm and matrix."""
+    model = load(folders["qwen3_5"], NumericsProfile())
+    head = load_mtp_head(model)
+    count = sum(int(np.prod(shape)) for shape in mtp_names(json.loads(
+        (folders["qwen3_5"] / "config.json").read_text())).values())  # fmt: skip
+    assert sum(value.size for value in head.params.values()) == count
+    assert set(head.shared) == {"embed", "lm_head", "final_norm"}
+    assert head.params["hidden_norm"].dtype == jnp.float32  # 1 is added to it
+    assert head.params["join"].dtype == jnp.bfloat16
+    assert head.head_config.feature_layers == (4,)
+
+
+def test_a_head_that_nobody_asked_for_is_not_read(folders, tmp_path):
+    """Neither a weight nor a hash of a model follows from it."""
+    shutil.copyfile(GOLDEN / "qwen3_5" / "config.json", tmp_path / "config.json")
+    shutil.copyfile(GOLDEN / "qwen3_5" / "model.safetensors", tmp_path / "model.safetensors")
+    with_head, without = (load(one, NumericsProfile()) for one in (folders["qwen3_5"], tmp_path))
+    trees = [jax.tree.leaves(one.params) for one in (with_head, without)]
+    assert all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
+
+
+def test_mimo_is_qwen2_but_for_its_head(tmp_path):
+    """The same weights by the same names give the same parameters."""
+    values = json.loads((GOLDEN / "qwen2" / "config.json").read_text())
+    expected = load_config(GOLDEN / "qwen2")
+    named = {**values, "architectures": MIMO["architectures"], "model_type": "mimo"}
+    assert dataclasses.replace(config_from_hf(named), family="qwen2") == expected
+    options = {"dtype": "bfloat16", "vocab_block": 64}
+    trees = []
+    for folder, config in ((GOLDEN / "qwen2", expected), (tmp_path, config_from_hf(named))):
+        held = load_file(GOLDEN / "qwen2" / "model.safetensors")
+        if folder == tmp_path:
+            held |= mtp_tensors(named)
+            save_file(held, folder / "model.safetensors")
+        trees.append(jax.tree.leaves(load_params(folder, config, make_mesh(1, 1), **options)))
+    assert all(bool((a == b).all()) for a, b in zip(*trees, strict=True))
+
+
+def changed(source: Path, folder: Path, tensors: dict | None = None, **values) -> Path:
+    """A copy with other keys, and with other tensors; None leaves one out."""
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    merged = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: x for key, x in merged.items() if x is not None}))
+    path = folder / "model.safetensors"
+    merged = load_file(path) | (tensors or {})
+    save_file({name: x for name, x in merged.items() if x is not None}, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("qwen3_5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers=2: detjax reads an MTP"),
+        ("qwen3_5", {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers=0: detjax reads"),
+        ("qwen3_5", {"mtp_num_hidden_layers": True}, "mtp_num_hidden_layers=True: detjax reads"),
+        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ("mimo", {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers=3: detjax reads"),
+    ],
+)
+def test_heads_that_are_not_supported_are_refused_by_name(
+    folders, tmp_path, family, values, message
+):
+    folder = changed(folders[family], tmp_path / "model", **values)
+    with pytest.raises(ValueError, match=message):
+        find_mtp_layout(folder)
+    check_model(folder)  # the model itself is
+    with pytest.raises(ValueError, match=message):
+        check_model(folder, head="mtp")
+
+
+def test_a_model_of_a_family_without_heads_is_refused():
+    with pytest.raises(ValueError, match="no 'llama' has an MTP head that detjax reads"):
+        check_model("novels-6m", head="mtp")
+    with pytest.raises(ValueError, match="random weights has no MTP head"):
+        load_mtp_head(dummy_model(dummy_config()))
+
+
+NORM = "mtp.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (dict.fromkeys(mtp_tensors(json.loads((GOLDEN / "qwen3_5/config.json").read_text()))),
+         r"has no MTP head: no tensor's name begins with 'mtp\.'"),
+        ({NORM: None}, "lacks 1 of 16 tensors, such as 'mtp.norm.weight'"),
+        ({NORM: np.zeros(63, np.float32)}, "mtp.norm.weight"),
+        ({"mtp.layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)},
+         "holds 'mtp.layers.1.mlp.up_proj.weight', which this model has no place for"),
+        ({"mtp.fc.weight": np.zeros((64, 64), np.float32)}, r"shape \(64, 64\), but config.json"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(folders, tmp_path, tensors, message):
+    folder = changed(folders["qwen3_5"], tmp_path / "model", tensors)
+    with pytest.raises(ValueError, match=message):
+        load_mtp_head(load(folder, NumericsProfile()))
+
+
+def test_ranks_do_not_share_a_head_with_experts(folders):
+    with pytest.raises(ValueError, match="with a mixture of experts and tp=2 is not supported"):
+        load_mtp_head(load(folders["qwen3_5_moe"], NumericsProfile(), tp=2))
