@@ -94,7 +94,9 @@ def choose_sizes(
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
         if "max_len" not in asked:
-            sizes["max_len"] = min(sizes["max_len"], fitting // dp * model.profile.attention_block)
+            most = fitting // dp * model.profile.attention_block
+            longest = 1 if work is None else work.longest
+            sizes["max_len"] = max(longest, min(sizes["max_len"], most))
         sizes["num_pages"] = _num_pages(model, sizes, fitting, is_gpu=is_gpu, work=work)
     config = EngineConfig(**sizes)
     sizes["num_local_pages"] = _local_pages(model, asked, config, config.num_pages)

@@ -42,6 +42,16 @@ _QWEN = _SHARED | {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+_SHARED_EXPERT_KEYS = ExpertKeys(
+    num_experts=("num_experts", "num_local_experts"),
+    width="moe_intermediate_size",
+    renormalise="norm_topk_prob",
+    layers=True,
+    shared_width="shared_expert_intermediate_size",
+)
+"""Of Qwen's mixtures with an expert that every token has."""
+
 _QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GLM = _SHARED | {
     "vocab_size": 151552,
@@ -328,13 +338,7 @@ FAMILIES: tuple[Family, ...] = (
         windows=WindowRule.BY_LAYER,
         checked={"qkv_bias": (True,)},
         inert=ROUTER_TRAINING,
-        experts=ExpertKeys(
-            num_experts=("num_experts", "num_local_experts"),
-            width="moe_intermediate_size",
-            renormalise="norm_topk_prob",
-            layers=True,
-            shared_width="shared_expert_intermediate_size",
-        ),
+        experts=_SHARED_EXPERT_KEYS,
     ),
     # Qwen3 (dense): norms on the heads of q and k, no biases unless asked for.
     Family(
@@ -680,16 +684,11 @@ FAMILIES: tuple[Family, ...] = (
         },
         checked={"attention_bias": (False,), "use_sliding_window": (False,)},
         spare_tensors=("mtp.",),
+        mtp=None,  # its names are not known for certain
         wrapper=None,
         inert=ROUTER_TRAINING,
         rope_inert=frozenset(),
-        experts=ExpertKeys(
-            num_experts=("num_experts", "num_local_experts"),
-            width="moe_intermediate_size",
-            renormalise="norm_topk_prob",
-            layers=True,
-            shared_width="shared_expert_intermediate_size",
-        ),
+        experts=_SHARED_EXPERT_KEYS,
     ),
     # GLM-4.5 and GLM-4.5-Air: experts chosen by sigmoids, a shared one, dense layers first.
     Family(

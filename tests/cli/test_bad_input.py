@@ -79,7 +79,7 @@ from detjax.cli import errors
         (
             ("--prompt", "a", "--speculative-config", '{"method": "medusa"}'),
             "--speculative-config: method='medusa' must be one of ['ngram', 'suffix', "
-            "'draft_model', 'eagle3']",
+            "'draft_model', 'eagle3', 'mtp']",
         ),
         (
             ("--prompt", "a", "--speculative-config", '{"model": "./none"}'),

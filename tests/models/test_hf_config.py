@@ -506,8 +506,14 @@ def test_registry_finds_each_architecture():
         assert find_family([architecture]).name == family
 
 
+DECODERS_OF_OTHERS = {"mimo": "qwen2"}
+"""Families that transformers lacks; `test_mimo_is_qwen2_but_for_its_head` compares them."""
+
+
 def test_every_family_has_a_golden_folder():
-    assert {load_config(GOLDEN / case).family for case in CASES} == set(ARCHITECTURES)
+    found = {load_config(GOLDEN / case).family for case in CASES}
+    assert found == set(ARCHITECTURES) - set(DECODERS_OF_OTHERS)
+    assert found >= set(DECODERS_OF_OTHERS.values())
 
 
 def test_model_type_must_go_with_the_architecture():

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from detjax.models.heads.features import text_states
 from detjax.models.heads.head import DraftHead, draft_logits, head_pass, read_features
 from detjax.models.heads.mtp import load_mtp_head
-from detjax.models.heads.mtp_config import find_mtp_layout
+from detjax.models.heads.mtp_config import find_mtp_layout, mtp_layout_from_hf
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.hub import check_model
 from detjax.models.layers import ForwardContext, Tokens
@@ -212,6 +212,9 @@ def test_heads_that_are_not_supported_are_refused_by_name(
 def test_a_model_of_a_family_without_heads_is_refused():
     with pytest.raises(ValueError, match="no 'llama' has an MTP head that detjax reads"):
         check_model("novels-6m", head="mtp")
+    for architecture in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM"):
+        with pytest.raises(ValueError, match="has an MTP head that detjax reads; .* 'mimo'"):
+            mtp_layout_from_hf({"architectures": [architecture]})
     with pytest.raises(ValueError, match="random weights has no MTP head"):
         load_mtp_head(dummy_model(dummy_config()))
 

@@ -197,12 +197,12 @@ def place_eagle_head(
             its ranks, or the ranks cannot share the channels of its embedding.
     """
     tp, profile, mesh = model.mesh.shape[TP_AXIS], model.profile, model.mesh
-    check_head(eagle, model)
     if eagle.layer.hidden_size % tp:
         raise ValueError(
             f"hidden_size={eagle.layer.hidden_size} of the head must be a multiple of {tp=}: ranks "
             "share the channels of its embedding"
         )
+    check_head(eagle, model)
     num_layers = model.config.num_layers
     if not all(1 <= layer < num_layers for layer in eagle.feature_layers):
         raise ValueError(
