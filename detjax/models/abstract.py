@@ -60,9 +60,8 @@ def why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None
     withheld, is_hybrid = kernels.withheld, config.linear_attention is not None
     reasons = (
         withheld.linear_ranks if is_hybrid and tp > 1 else "",
-        withheld.query_angles if config.query_rope is not None else "",
+        withheld.shared_expert_ranks if config.has_shared_expert and tp > 1 else "",
         withheld.sigmoid_routers if config.has_sigmoid_router else "",
-        withheld.shared_experts if config.has_shared_expert else "",
     )
     return next(filter(None, reasons), None)
 

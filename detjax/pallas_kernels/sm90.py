@@ -73,15 +73,9 @@ withheld = Withheld(
         "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs "
         "has shown its bits; use tp=1, or the backend reference or portable"
     ),
-    query_angles=(
-        "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
-        "kernels that turn queries and keys by different angles; use the backend reference or "
-        "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
-        "query is scaled"
-    ),
-    shared_experts=(
-        "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture "
-        "with one; use the backend reference or portable"
+    shared_expert_ranks=(
+        "shared experts on ranks that share layers are withheld on sm90: no run on several GPUs "
+        "has shown their bits; use tp=1, or the backend reference or portable"
     ),
     sigmoid_routers=(
         "routers of sigmoids are withheld on sm90: no run on a GPU has shown the bits of their "
@@ -90,10 +84,6 @@ withheld = Withheld(
     head_ranks=(
         "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "
         "their bits; use tp=1, dp for more devices, or backend portable"
-    ),
-    mtp_heads=(
-        "MTP heads are withheld on sm90: no run on a GPU has shown the bits of a model that one "
-        "drafts for; use another method of speculative_config, or the backend reference or portable"
     ),
     local_pages=(
         "local layers with a page table of their own are withheld on sm90: no run on a GPU has "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP heads on a Hopper GPU: no bit of an answer differs. They are withheld until this has run.
+"""MTP heads on a Hopper GPU: no bit of an answer differs.
 
 Heads have random weights. Two drafts of three are replaced by the right tokens, so windows of every
 length are accepted.
@@ -23,8 +23,6 @@ from detjax.models.family import MtpLayout
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.mtp import random_mtp_head
 
@@ -50,11 +48,6 @@ ASKED = Request(
 )
 SIZES = {"batch_size": 4, "prefill_chunk": 128, "max_len": 384, "self_check": "off"}
 DRAFTS = {"draft_weights": "mtp", "verify_window": 5, "verify_rows": 4, "verify_patience": 0}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_withheld(monkeypatch):
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
 
 
 def layout_of(family: str) -> MtpLayout:

@@ -44,10 +44,6 @@ CASES = (
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
 WITHHELD = {
-    "ministral3": "query_angles",
-    "qwen2_moe": "shared_experts",
-    "qwen3_5_moe": "shared_experts",
-    "qwen3_next": "shared_experts",
     "glm4_moe": "sigmoid_routers",
 }
 """Cases that `sm90` refuses until the tests here have run on a GPU, and the field of `Withheld`."""
@@ -55,6 +51,11 @@ WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
+MAX_OTHER_ROUTES = 0.02
+"""Share of the tokens that may go to other experts, as two of them are nearly as good for a token.
+
+`reference`, which has the bits of `sm90`, sends 1 token of 200 elsewhere in two of five families.
+"""
 
 
 def config_of(case: str) -> ModelConfig:
@@ -214,7 +215,7 @@ def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
         )
         for i, length in enumerate((5, 300, 120, 640, 505, 33))
     ]
-    sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=768)
+    sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=1024)
     with mock.patch.object(sm90, "withheld", Withheld()):
         made = dummy_model(config, backend=backend)
         for num_local in (0, least_local(made, sizes)):
@@ -234,7 +235,7 @@ def test_fewer_pages_for_local_layers_change_nothing(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "qwen3_5"])
 def test_fewer_pages_for_local_layers_change_nothing_on_the_reference(case):
     """The same on a CPU, so that the test itself has run."""
     assert num_unlike_with_local_pages(case, Backend.REFERENCE) == 0
@@ -282,18 +283,32 @@ def test_what_no_gpu_has_shown_is_withheld_by_name(case):
     assert "withheld on sm90: no run on a GPU" in reason
 
 
+def share_of_distant_rows(case: str, backend: Backend) -> float:
+    """Tokens whose logits are further than `MAX_DISTANCE` from those of `portable`."""
+    ids = np.random.default_rng(3).integers(0, 320, 200)
+    table = np.arange(2, dtype=np.int32).reshape(1, 2)
+    logits = []
+    for one in (backend, Backend.PORTABLE):
+        made = model(case, one)
+        _, found = scoring_step(made)(empty_pages(made, 2), batch_of([(ids, 0)], table))
+        logits.append(np.asarray(found, np.float64).reshape(len(ids), -1))
+    distances = np.abs(logits[0] - logits[1]).max(axis=1) / logits[1].std()
+    worst = ", ".join(f"{x:.3f}" for x in np.sort(distances)[:-4:-1])
+    print(f"{case}: logits of tokens differ by {worst} of their spread at most")
+    return float((distances >= MAX_DISTANCE).mean())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_near_those_of_the_portable_backend(case):
     """Whose goldens transformers computed: the operations are the same, their order is not."""
-    ids = np.random.default_rng(3).integers(0, 320, 200)
-    table = np.arange(2, dtype=np.int32).reshape(1, 2)
-    logits = []
-    for backend in (Backend.SM90, Backend.PORTABLE):
-        made = model(case, backend)
-        _, found = scoring_step(made)(empty_pages(made, 2), batch_of([(ids, 0)], table))
-        logits.append(np.asarray(found, np.float64))
-    scale = logits[1].std()
-    distance = np.abs(logits[0] - logits[1]).max() / scale
-    print(f"{case}: logits differ by {distance:.3f} of their spread")
-    assert distance < MAX_DISTANCE
+    allowed = MAX_OTHER_ROUTES if config_of(case).experts is not None else 0.0
+    assert share_of_distant_rows(case, Backend.SM90) <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma2", "qwen2_moe", "qwen3_5_moe"])
+def test_logits_of_the_reference_are_near_those_of_the_portable_backend(case):
+    """The same on a CPU, so that the test itself has run."""
+    allowed = MAX_OTHER_ROUTES if config_of(case).experts is not None else 0.0
+    assert share_of_distant_rows(case, Backend.REFERENCE) <= allowed

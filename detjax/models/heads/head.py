@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.defaults import EAGLE3, MTP
+from detjax.defaults import EAGLE3
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.fast import FastOps, local_logits_fast, product, projected_heads, rms_norm
@@ -108,11 +108,8 @@ def check_head(head_config: HeadConfig, model: LoadedModel) -> None:
         ValueError: If the kernels refuse its layer, or no run has shown such heads or their ranks.
     """
     tp, name, backend = model.mesh.shape[TP_AXIS], head_config.name, model.backend
-    withheld = KERNELS[backend].withheld
-    if tp > 1 and withheld.head_ranks:
-        raise ValueError(f"{name} with {tp=}: {withheld.head_ranks}")
-    if head_config.method == MTP and withheld.mtp_heads:
-        raise ValueError(withheld.mtp_heads)
+    if tp > 1 and (why := KERNELS[backend].withheld.head_ranks):
+        raise ValueError(f"{name} with {tp=}: {why}")
     # Every rank runs all of it.
     refused = why_unsupported(head_config.layer, model.profile, backend, 1)
     if refused is not None:
