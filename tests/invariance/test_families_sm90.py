@@ -89,11 +89,11 @@ def config_of(case: str) -> ModelConfig:
 
 
 @cache
-def model(case: str, backend: Backend = Backend.SM90) -> LoadedModel:
+def model(case: str, backend: Backend = Backend.SM90, tp: int = 1) -> LoadedModel:
     with contextlib.ExitStack() as stack:
-        if case in WITHHELD:
+        if case in WITHHELD or tp > 1:
             stack.enter_context(mock.patch.object(sm90, "withheld", Withheld()))
-        return dummy_model(config_of(case), backend=backend)
+        return dummy_model(config_of(case), backend=backend, tp=tp)
 
 
 def requests() -> list[Request]:
@@ -108,10 +108,11 @@ def requests() -> list[Request]:
 
 
 def answers(
-    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90
-) -> list[Completion]:
-    config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
-    return Engine(model(case, backend), config).generate(requests())
+    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90, *, tp: int = 1,
+    **options,
+) -> list[Completion]:  # fmt: skip
+    sizes = {"batch_size": batch_size, "prefill_chunk": prefill_chunk, "max_len": 256}
+    return Engine(model(case, backend, tp), EngineConfig(**sizes, **options)).generate(requests())
 
 
 def crc_of(found: list[Completion]) -> int:
@@ -274,6 +275,34 @@ def test_whole_answers_of_the_reference_keep_their_bits(case):
 @pytest.mark.parametrize("case", WANTED)
 def test_whole_answers_have_the_bits_of_the_reference(case):
     assert crc_of(answers(case, batch_size=4, prefill_chunk=64)) == WANTED[case]
+
+
+ON_TWO_RANKS = (
+    "qwen3_5_moe", "glm4_moe", "gpt_oss", "qwen3_5_wide", "gemma3", "qwen2_moe", "qwen3_5",
+    "ministral3", "qwen3_next", "olmo3", "gemma2", "phi4_longrope",
+)  # fmt: skip
+"""Cases whose layers have parts that others do not: each kind of attention, norm and mixture."""
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_ranks_that_share_layers_change_nothing(case):
+    """Two ranks, in a batch of 8 and chunks of 48, and one, in a batch of 4 and chunks of 64."""
+    wanted = WANTED.get(case)
+    if wanted is None:
+        wanted = crc_of(answers(case, 4, 64))
+    assert crc_of(answers(case, 8, 48, tp=2)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.control
+def test_control_the_ranks_of_xla_give_other_answers():
+    """`fast` adds ranks by psum, whose order is not that of one rank."""
+    fast = [crc_of(answers("gemma3", 4, 64, tp=tp, mode="fast")) for tp in (1, 2)]
+    assert fast[0] != fast[1]
 
 
 @pytest.mark.parametrize("case", WITHHELD)
