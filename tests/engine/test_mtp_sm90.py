@@ -23,8 +23,6 @@ from detjax.models.family import MtpLayout
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.mtp import random_mtp_head
 
@@ -100,9 +98,7 @@ def test_drafts_of_a_head_change_no_bit(family, mode):
 @pytest.mark.gpus(2)
 @pytest.mark.invariance
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_head_beside_ranks_that_share_layers_changes_no_bit(family, monkeypatch):
-    """It is withheld until this has run."""
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
+def test_a_head_beside_ranks_that_share_layers_changes_no_bit(family):
     answers, made = drafted(family, tp=2)
     assert [done.digest() for done in answers] == [plain(family).digest()] * 4
     assert 0.3 < made.stats().drafts["mtp"].acceptance < 0.9

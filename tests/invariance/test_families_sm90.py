@@ -5,13 +5,11 @@ The golden folders have heads that its kernels do not take, so the models here h
 and wider layers.
 """
 
-import contextlib
 import dataclasses
 import json
 import zlib
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,9 +28,7 @@ from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import LoadedModel
 from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
@@ -43,10 +39,6 @@ CASES = (
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
-WITHHELD = {
-    "glm4_moe": "sigmoid_routers",
-}
-"""Cases that `sm90` refuses until the tests here have run on a GPU, and the field of `Withheld`."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 MAX_DISTANCE = 0.12
@@ -90,10 +82,7 @@ def config_of(case: str) -> ModelConfig:
 
 @cache
 def model(case: str, backend: Backend = Backend.SM90, tp: int = 1) -> LoadedModel:
-    with contextlib.ExitStack() as stack:
-        if case in WITHHELD or tp > 1:
-            stack.enter_context(mock.patch.object(sm90, "withheld", Withheld()))
-        return dummy_model(config_of(case), backend=backend, tp=tp)
+    return dummy_model(config_of(case), backend=backend, tp=tp)
 
 
 def requests() -> list[Request]:
@@ -108,11 +97,10 @@ def requests() -> list[Request]:
 
 
 def answers(
-    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90, *, tp: int = 1,
-    **options,
-) -> list[Completion]:  # fmt: skip
-    sizes = {"batch_size": batch_size, "prefill_chunk": prefill_chunk, "max_len": 256}
-    return Engine(model(case, backend, tp), EngineConfig(**sizes, **options)).generate(requests())
+    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90, *, tp: int = 1
+) -> list[Completion]:
+    config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
+    return Engine(model(case, backend, tp), config).generate(requests())
 
 
 def crc_of(found: list[Completion]) -> int:
@@ -175,14 +163,8 @@ def test_the_kernels_take_projections_of_any_published_number_of_heads(num_value
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 1) is None
 
 
-def test_ranks_of_linear_attention_are_withheld():
-    """No run on several GPUs has shown their bits."""
-    reason = why_unsupported(config_of("qwen3_5_wide"), NumericsProfile(), Backend.SM90, 2)
-    assert reason is not None and "no run on several GPUs" in reason
-
-
 @pytest.mark.slow
-def test_the_kernels_would_take_ranks_of_linear_attention():
+def test_the_kernels_take_ranks_of_linear_attention():
     """Their products are whole blocks."""
     config = config_of("qwen3_5_wide")
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 2) is None
@@ -205,7 +187,7 @@ def test_batch_chunk_and_path_change_nothing(case):
         assert_bitwise_equal(np.array(prefilled, np.float32), decoded, claim=f"{case}: path")
 
 
-def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
+def num_unlike_with_local_pages(case: str, backend: Backend, tp: int = 1) -> int:
     """Answers that differ between the fewest local pages and as many as other layers have."""
     config = dataclasses.replace(config_of(case), max_position_embeddings=1024)
     rng, found = np.random.default_rng(7), []
@@ -217,12 +199,11 @@ def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
         for i, length in enumerate((5, 300, 120, 640, 505, 33))
     ]
     sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=1024)
-    with mock.patch.object(sm90, "withheld", Withheld()):
-        made = dummy_model(config, backend=backend)
-        for num_local in (0, least_local(made, sizes)):
-            engine = Engine(made, dataclasses.replace(sizes, num_local_pages=num_local))
-            found += [engine.generate(asked), engine.generate(asked)]
-            assert engine.stats().num_self_check_differences == 0
+    made = dummy_model(config, backend=backend, tp=tp)
+    for num_local in (0, least_local(made, sizes)):
+        engine = Engine(made, dataclasses.replace(sizes, num_local_pages=num_local))
+        found += [engine.generate(asked), engine.generate(asked)]
+        assert engine.stats().num_self_check_differences == 0
     want, *others = [[(c.token_ids, crc_of([c])) for c in one] for one in found]
     assert 0 < num_local < engine.stats().num_pages
     return sum(a != b for one in others for a, b in zip(one, want, strict=True))
@@ -233,6 +214,13 @@ def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
 def test_fewer_pages_for_local_layers_change_nothing(case):
     """Windows, sinks and states: each with the fewest pages, twice, and with all pages."""
     assert num_unlike_with_local_pages(case, Backend.SM90) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
+def test_fewer_pages_for_local_layers_change_nothing_on_two_ranks(case):
+    assert num_unlike_with_local_pages(case, Backend.SM90, tp=2) == 0
 
 
 @pytest.mark.slow
@@ -301,15 +289,10 @@ def test_ranks_that_share_layers_change_nothing(case):
 @pytest.mark.control
 def test_control_the_ranks_of_xla_give_other_answers():
     """`fast` adds ranks by psum, whose order is not that of one rank."""
-    fast = [crc_of(answers("gemma3", 4, 64, tp=tp, mode="fast")) for tp in (1, 2)]
-    assert fast[0] != fast[1]
-
-
-@pytest.mark.parametrize("case", WITHHELD)
-def test_what_no_gpu_has_shown_is_withheld_by_name(case):
-    reason = why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1)
-    assert reason == getattr(sm90.withheld, WITHHELD[case])
-    assert "withheld on sm90: no run on a GPU" in reason
+    asked = [dataclasses.replace(request, is_deterministic=False) for request in requests()]
+    config = EngineConfig(batch_size=4, prefill_chunk=64, max_len=256, mode="fast")
+    fast = [Engine(model("gemma3", tp=tp), config).generate(asked) for tp in (1, 2)]
+    assert crc_of(fast[0]) != crc_of(fast[1])
 
 
 def share_of_distant_rows(case: str, backend: Backend) -> float:

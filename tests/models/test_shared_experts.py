@@ -12,14 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models import layers
-from detjax.models.abstract import why_unsupported
 from detjax.models.adapters.adapter import check_can_adapt
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.params import check_tp, param_specs, possible_tps
 from detjax.models.weights.load import load_params
 from detjax.models.weights.named import load_named_params
-from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -66,13 +64,6 @@ def test_layers_with_experts_have_a_shared_one(case):
 def test_what_is_not_possible_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         config("qwen3_5_moe", **changes)
-
-
-@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_5_moe"])
-def test_ranks_that_no_gpus_have_shown_are_withheld_by_name(case):
-    """Those of Qwen3.5 with the reason of its linear attention."""
-    reason = why_unsupported(config(case), NumericsProfile(), Backend.SM90, 2)
-    assert reason is not None and "withheld on sm90: no run on several GPUs" in reason
 
 
 def test_routers_of_other_families_are_refused_by_name():

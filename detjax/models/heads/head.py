@@ -34,7 +34,6 @@ from detjax.models.transformer import Stream, decoder_layer
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -105,11 +104,9 @@ def check_head(head_config: HeadConfig, model: LoadedModel) -> None:
     """Refuse a head that cannot run beside a model.
 
     Raises:
-        ValueError: If the kernels refuse its layer, or no run has shown such heads or their ranks.
+        ValueError: If the kernels refuse its layer.
     """
-    tp, name, backend = model.mesh.shape[TP_AXIS], head_config.name, model.backend
-    if tp > 1 and (why := KERNELS[backend].withheld.head_ranks):
-        raise ValueError(f"{name} with {tp=}: {why}")
+    name, backend = head_config.name, model.backend
     # Every rank runs all of it.
     refused = why_unsupported(head_config.layer, model.profile, backend, 1)
     if refused is not None:
