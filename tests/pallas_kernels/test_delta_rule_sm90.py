@@ -245,9 +245,10 @@ def test_a_token_at_a_time_in_interpret_mode(together, monkeypatch):
     for padded in (1, 2):
         cache = Cache(sizes, 1, interpret=True)
         outs.append((cache.run(tokens, bounds, [0], padded=padded), cache.states[1, 0, 0]))
-    assert_order_sensitive(np.asarray(outs[0][1][0]))
-    for what, a, b in zip(("results", "states"), *outs, strict=True):
-        assert_bitwise_equal(a, b, claim=f"{what} of one kernel are those of the other")
+    for one, other in zip(*outs, strict=True):
+        assert np.abs(other).max() > 2.0**-9
+        # Tolerance: float32 sums of 64 terms over three updates, which XLA fuses in other ways.
+        assert np.abs(one - other).max() <= 2.0**-20 * np.abs(other).max()
 
 
 @pytest.mark.parametrize("width", quick_and_slow((128,), (64,)))

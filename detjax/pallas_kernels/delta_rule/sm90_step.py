@@ -38,22 +38,38 @@ SWIZZLED_ROWS = 8
 TRANSFORMS = (plgpu.TilingTransform((SWIZZLED_ROWS, SLICE)), plgpu.SwizzleTransform(4 * SLICE))
 
 
-class _Slices(NamedTuple):
-    """Shared memory of a CTA's slices of states.
+COPIED = 2
+"""Rows of values that TMA brings: of one token and the place behind it, 128 bytes at least."""
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a CTA.
 
     Attributes:
-        states: [n, c, SLICE] float32.
+        states: [n, c, SLICE] float32, slices of a head's state.
+        q: [c] float32, of the new token.
+        k: [c] float32.
+        v: [COPIED, C].
         arrived: A barrier a slice.
+        row_arrived: A barrier, of the token's row.
     """
 
     states: Any
+    q: Any
+    k: Any
+    v: Any
     arrived: Any
+    row_arrived: Any
 
 
-def _slices(count: int, dim: int) -> _Slices:
-    return _Slices(
+def _memory(count: int, dim: int, dtype: jnp.dtype) -> _Memory:
+    return _Memory(
         states=plgpu.SMEM((count, dim, SLICE), jnp.float32, transforms=TRANSFORMS),
+        q=plgpu.SMEM((dim,), jnp.float32),
+        k=plgpu.SMEM((dim,), jnp.float32),
+        v=plgpu.SMEM((COPIED, dim), dtype),
         arrived=plgpu.Barrier(num_barriers=count),
+        row_arrived=plgpu.Barrier(num_arrivals=3),
     )
 
 
@@ -143,7 +159,7 @@ def step_states(
     line, shape = tile.per_row, (SLICE, dim)
 
     def body(
-        mixed_gmem, pages_gmem, states_gmem, table_gmem, plan_gmem, layer_gmem, out_gmem, slices
+        mixed_gmem, pages_gmem, states_gmem, table_gmem, plan_gmem, layer_gmem, out_gmem, memory
     ):  # fmt: skip
         q_gmem, k_gmem, v_gmem, gates_gmem, begin_gmem = mixed_gmem
         seq, value_head = lax.axis_index("seq"), lax.axis_index("head")
@@ -171,36 +187,47 @@ def step_states(
 
         def run_token(seq, position, begin):
             base = lax.div(begin, GROUP) * GROUP  # `MixedRows`
+            at = position - base
             before = lax.div(jnp.maximum(begin - 1, 0), STATE_BLOCK)
             block = lax.div(position, STATE_BLOCK)
 
             def channels_of(i):
                 return pl.ds((part * together + i) * SLICE, SLICE)
 
+            for source, target in (
+                (q_gmem.at[seq, head, at + 1], memory.q),
+                (k_gmem.at[seq, head, at], memory.k),
+                (v_gmem.at[seq, head, inner, pl.ds(at, COPIED)], memory.v),
+            ):
+                plgpu.copy_gmem_to_smem(source, target, memory.row_arrived)
             for i in range(together):
                 plgpu.copy_gmem_to_smem(
-                    states_of(seq, before, channels_of(i)), slices.states.at[i],
-                    slices.arrived.at[i],
+                    states_of(seq, before, channels_of(i)), memory.states.at[i],
+                    memory.arrived.at[i],
                 )  # fmt: skip
 
-            def one_token(channels, at, state):
-                decay, written = (gates_gmem[seq, head, inner, which, at] for which in range(2))
-                v = v_gmem.at[seq, head, inner, at, channels]
-                return update(tile, state, k_gmem.at[seq, head, at], v, decay, written)
+            def gates_of(at):
+                return [gates_gmem[seq, head, inner, which, at] for which in range(2)]
+
+            gates = gates_of(at)
+            plgpu.barrier_wait(memory.row_arrived)
 
             @pl.loop(0, together)
             def _slice(i):
-                channels, held = channels_of(i), slices.states.at[i]
-                plgpu.barrier_wait(slices.arrived.at[i])
+                channels, held = channels_of(i), memory.states.at[i]
+
+                def one_before(at, state):
+                    v = v_gmem.at[seq, head, inner, at, channels]
+                    return update(tile, state, k_gmem.at[seq, head, at], v, *gates_of(at))
+
+                plgpu.barrier_wait(memory.arrived.at[i])
                 state = _load(held, begin > 0, tile)
                 # Of a block that begins anew, all its tokens.
-                state = lax.fori_loop(
-                    begin - base, position + 1 - base,
-                    lambda at, state: one_token(channels, at, state), state,
-                )  # fmt: skip
-                q = tile.per_col.load(q_gmem.at[seq, head, position + 1 - base])
-                found = dot(state, tile.over_rows(q, shape), tile)
-                keep_result(found, out_gmem, (seq, value_head, channels.start), line)
+                state = lax.fori_loop(begin - base, at, one_before, state)
+                state = update(tile, state, memory.k, memory.v.at[0, channels], *gates)
+                q = tile.over_rows(tile.per_col.load(memory.q), shape)
+                place = seq, value_head, channels.start
+                keep_result(dot(state, q, tile), out_gmem, place, line)
                 _store(held, state, tile)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(held, states_of(seq, block, channels))
@@ -222,5 +249,5 @@ def step_states(
         grid={"seq": batch, "head": num_keys * group, "part": dim // SLICE // together},
         name="detjax_delta_rule",
         is_interpreted=interpret,
-        scratch_types=[_slices(together, dim)],
+        scratch_types=[_memory(together, dim, rows_of.v.dtype)],
     )  # fmt: skip
