@@ -154,7 +154,7 @@ def _audit(found: Sequence[dict]) -> str:
 
 def _float8_steps(found: Sequence[dict]) -> str:
     cases = listed(row["case"] for row in found)
-    return f"{model_name(found[0]['model'])}, {cases}: the bits of prefill"
+    return f"{model_name(found[0]['model'])}, {cases}: two runs of each, and rows in both batches"
 
 
 def _quantised(found: Sequence[dict]) -> str:

@@ -49,7 +49,13 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    return _why_not_here(config, profile, backend, tp, KERNELS[backend])
+    withheld = _why_withheld(profile, backend)
+    return withheld or _why_not_here(config, profile, backend, tp, KERNELS[backend])
+
+
+def _why_withheld(profile: NumericsProfile, backend: Backend) -> str:
+    """What no run has proven with these kernels, though they may take it; empty for nothing."""
+    return KERNELS[backend].withheld.float8_cache if profile.has_fp8_cache else ""
 
 
 def why_weights_unsupported(
@@ -73,6 +79,8 @@ def why_weights_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
+    if withheld := _why_withheld(profile, backend):
+        return withheld
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     return find_or_ask(
         lambda: _why_not_traced(config, profile, backend, tp, params, specs),

@@ -69,6 +69,11 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld = Withheld(
+    float8_cache=(
+        "keys and values of 8 bits are withheld on sm90: no run on a GPU has shown the bits of a "
+        "prompt since its kernel was mended; leave out kv_cache_dtype (--kv-cache-dtype), or use "
+        "the backend reference or portable"
+    ),
     expert_gradients=(
         "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
         "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "

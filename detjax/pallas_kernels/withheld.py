@@ -10,6 +10,8 @@ class Withheld:
 
     Attributes:
         expert_gradients: A canonical backward pass of mixtures of experts.
+        float8_cache: Keys and values of 8 bits.
     """
 
     expert_gradients: str = ""
+    float8_cache: str = ""

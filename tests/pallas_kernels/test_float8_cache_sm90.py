@@ -16,7 +16,9 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
+from detjax.models.abstract import why_unsupported, why_weights_unsupported
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import sm90 as sm90_kernels
 from detjax.pallas_kernels.attention import sm90, sm90_float8_pages, sm90_prefill
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
@@ -27,6 +29,7 @@ from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
+from detjax.testing.dummies import dummy_config
 from detjax.testing.operation_cases import answer_cases, digest_of, operation_case
 
 PROFILE = NumericsProfile(kv_cache_dtype="fp8_e4m3")
@@ -149,6 +152,16 @@ def test_prefill_has_the_bits_of_the_same_pages_in_bfloat16(channels, window):
     actual = case.prefilled(case.place, interpret=True, window=window)
     expected = case.prefilled(case.wide, interpret=True, window=window)
     assert_bitwise_equal(actual, expected, claim="float8 is read exactly")
+
+
+def test_models_with_it_are_refused_until_a_gpu_has_run_the_tests_below():
+    config = dummy_config()
+    assert why_unsupported(config, PROFILE, Backend.PORTABLE, 1) is None
+    reason = why_unsupported(config, PROFILE, Backend.SM90, 1)
+    assert reason == sm90_kernels.withheld.float8_cache
+    assert "--kv-cache-dtype" in reason
+    weights = why_weights_unsupported(config, PROFILE, Backend.SM90, 1, params={}, specs={})
+    assert weights == reason
 
 
 GPU = [pytest.mark.gpu, pytest.mark.invariance]

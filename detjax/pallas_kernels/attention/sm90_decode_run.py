@@ -25,11 +25,13 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
     Run,
 )
 from detjax.pallas_kernels.attention.sm90_float8_pages import AT_ONCE, Widening, nothing_asked
+from detjax.pallas_kernels.sm90_registers import RegisterShares
 
-COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 24
-"""Of a thread, where two warpgroups compute and two load: the 512 that a CTA has."""
-WIDEN_REGISTERS = 8
-"""What loading warpgroups that widen take of the others' registers."""
+REGISTERS = {
+    False: RegisterShares(computing=232, loading=24, num_computing=2, num_loading=2),
+    True: RegisterShares(computing=224, loading=32, num_computing=2, num_loading=2),
+}
+"""Where two warpgroups compute and two load, by whether these widen pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,17 +223,17 @@ def share_turns(work: DecodeWork, one_turn: Callable[[Turn], None]) -> None:
         one_turn(turn)
         return base + turn.run.blocks
 
-    taken = WIDEN_REGISTERS if work.job.config.reads_float8 else 0
+    shares = REGISTERS[work.job.config.reads_float8]
 
     def compute():
         if count > 1:
-            plgpu.set_max_registers(COMPUTE_REGISTERS - taken, action="increase")
+            shares.take()
         lax.fori_loop(0, work.turns_of(wg), my_turn, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def load():
         if count > 1:
-            plgpu.set_max_registers(LOAD_REGISTERS + taken, action="decrease")
+            shares.give()
         load_runs(work, wg - count)
 
     pl.when(wg < count)(compute)

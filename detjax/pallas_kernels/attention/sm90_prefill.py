@@ -23,11 +23,15 @@ from detjax.pallas_kernels.attention.sm90_float8_pages import (
     pages_that_fit,
 )
 from detjax.pallas_kernels.paged_cache import CachePlace
+from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 
 WARPGROUPS = 2  # that compute; a third one loads
-COMPUTE_REGISTERS, LOAD_REGISTERS = 240, {False: 24, True: 32}
-"""Of a thread; of the warpgroup that loads by whether it widens."""
+REGISTERS = {
+    False: RegisterShares(computing=240, loading=24, num_computing=WARPGROUPS),
+    True: RegisterShares(computing=232, loading=40, num_computing=WARPGROUPS),
+}
+"""By whether the warpgroup that loads widens pages."""
 CODE_BYTES = 64 << 10  # of float8 in flight
 
 
@@ -260,7 +264,7 @@ class _Cta:
         """Queries, keys and values of all turns."""
         plan, shared = self.plan, self.shared
         if not plan.is_interpreted:
-            plgpu.set_max_registers(LOAD_REGISTERS[plan.config.reads_float8], action="decrease")
+            REGISTERS[plan.config.reads_float8].give()
         first_page = self.arrays.layer[0] * plan.num_pages
         widening = self.widening() if plan.config.reads_float8 else None
 
@@ -361,7 +365,7 @@ class _Cta:
     def compute(self) -> None:
         """The rows of this warpgroup in all turns."""
         if not self.plan.is_interpreted:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            REGISTERS[self.plan.config.reads_float8].take()
         lax.fori_loop(0, self.plan.num_turns(), self.one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 

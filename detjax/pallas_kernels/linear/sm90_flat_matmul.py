@@ -54,6 +54,7 @@ from detjax.pallas_kernels.linear.tiles import WG_ROWS, FlatTiles, held_chunk
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
@@ -262,6 +263,11 @@ class _Plan:
         return self.tiles.ctas_per_sm == 1 and self.tiles.num_wgs > 1 and not self.tiles.held
 
     @property
+    def registers(self) -> RegisterShares:
+        """How many each has then."""
+        return RegisterShares(computing=240, loading=24, num_computing=self.tiles.num_wgs)
+
+    @property
     def weight_pieces(self) -> list[tuple[int, int, int]]:
         """Rows of a stage of weights, how many, and where they lie from the tile's first weight."""
         t = self.tiles
@@ -382,7 +388,7 @@ class _Cta:
         """Fill the ring with the steps of all tiles."""
         plan, t = self.plan, self.plan.tiles
         if plan.has_register_shares:
-            plgpu.set_max_registers(24, action="decrease")
+            plan.registers.give()
         if t.held and t.held.copies_rows:
             # WHY: before any weights, behind which they would come.
             copy_rows(
@@ -522,7 +528,7 @@ class _Cta:
         """Multiply, add and store this warpgroup's outputs of all tiles."""
         plan, t = self.plan, self.plan.tiles
         if plan.has_register_shares:
-            plgpu.set_max_registers(240, action="increase")
+            plan.registers.take()
         if t.held:
             plgpu.barrier_wait(self.memory.held)
         wg_rows = pl.ds(self.wg * t.rows, t.rows)

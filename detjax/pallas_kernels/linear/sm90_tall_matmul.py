@@ -42,10 +42,18 @@ from detjax.pallas_kernels.linear.sm90_sums import (
 from detjax.pallas_kernels.linear.tiles import WG_ROWS, TallTiles
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
+
+
+REGISTERS = {
+    2: RegisterShares(computing=240, loading=24, num_computing=2),
+    3: RegisterShares(computing=160, loading=24, num_computing=3),
+}
+"""By the number of warpgroups that multiply; one needs none of the other's."""
 
 
 class _Operands(NamedTuple):
@@ -262,7 +270,7 @@ class _Cta:
         """Fill the ring with the steps of all tiles."""
         plan, t = self.plan, self.plan.tiles
         if t.num_wgs > 1:
-            plgpu.set_max_registers(24, action="decrease")
+            REGISTERS[t.num_wgs].give()
 
         @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
         def steps_done(info, carry):
@@ -331,7 +339,7 @@ class _Cta:
         """Multiply, add and store this warpgroup's rows of all tiles."""
         plan, t, ring = self.plan, self.plan.tiles, self.ring
         if t.num_wgs > 1:
-            plgpu.set_max_registers(240 if t.num_wgs == 2 else 160, action="increase")
+            REGISTERS[t.num_wgs].take()
         wg_rows = pl.ds(self.wg * WG_ROWS, WG_ROWS)
         if t.lag:
             # WHY: in step, both warpgroups would end a leaf or a tile at once and leave the

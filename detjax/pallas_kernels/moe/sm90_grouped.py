@@ -48,6 +48,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
 from detjax.pallas_kernels.moe.sm90_tiles import SCALE_ALIGNMENT, GroupedTiles
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
+from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
@@ -235,6 +236,11 @@ class _Plan:
         return self.tiles.num_wgs > 1 and self.few is None
 
     @property
+    def registers(self) -> RegisterShares:
+        """How many each has then."""
+        return RegisterShares(computing=232, loading=40, num_computing=self.tiles.num_wgs)
+
+    @property
     def weight_pieces(self) -> list[tuple[int, int, int]]:
         """Rows of a stage of weights, how many, and where they lie from the tile's first weight."""
         t, half = self.tiles, self.wg_out
@@ -356,7 +362,7 @@ class _Cta:
     def compute(self) -> None:
         """Multiply and store the tiles of this CTA."""
         if self.plan.has_register_shares:
-            plgpu.set_max_registers(232, action="increase")
+            self.plan.registers.take()
         if self.plan.makes_list:
             plgpu.barrier_wait(self.memory.listed)
         one_tile = self.flat_tile if self.plan.tiles.is_swapped else self.tall_tile
@@ -604,7 +610,7 @@ class _Cta:
         """Make the list of tiles if none is given, then fill the ring with their steps."""
         plan = self.plan
         if plan.has_register_shares:
-            plgpu.set_max_registers(40, action="decrease")
+            plan.registers.give()
         if plan.makes_list:
             self.make_list()
         elif plan.few is not None:
