@@ -25,6 +25,7 @@ from detjax.testing import (
     count_different_bits,
 )
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training import gradients
 from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward, CanonicalSums, TokenLeaves
@@ -209,24 +210,33 @@ def test_a_canonical_gradient_of_experts_is_refused_where_it_is_withheld(
     assert "--backward xla" in KERNELS[Backend.SM90].withheld.expert_gradients
 
 
-def test_rows_of_short_sequences_share_blocks(weighted, monkeypatch):
-    """Eight sequences of 15 rows: two blocks of 64, where leaves are eight."""
+@pytest.mark.parametrize(
+    ("backend", "expected"), [(Backend.PORTABLE, [2, 2, 8]), (Backend.SM90, [1, 1, 1])],
+    ids=["portable", "sm90"],
+)  # fmt: skip
+def test_rows_of_short_sequences_share_blocks(backend, expected, weighted, monkeypatch):
+    """Eight sequences of 15 rows: two blocks of 64, where leaves are eight.
+
+    On a GPU one block holds all rows, and one group all leaves.
+    """
     batch, blocks = pack(weighted(*[16] * 8), length=15), []
 
-    def run(self, function, *rows):
-        blocks.append(len(jax.tree.leaves(rows)[0]))
-        return jax.vmap(function)(*rows)
+    def run(function, operands, *, is_hidden):
+        assert is_hidden == (backend is Backend.PORTABLE)
+        blocks.append(len(jax.tree.leaves(operands)[0]))
+        return jax.vmap(function)(*operands)
 
-    monkeypatch.setattr(CanonicalSums, "by_leaf", run)
-    profile = NumericsProfile()
-    sums = CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=Backend.PORTABLE)
+    monkeypatch.setattr(gradients, "_one_by_one", run)
+    sums = CanonicalSums(leaves=TokenLeaves.of(batch), profile=NumericsProfile(), backend=backend)
     x = jnp.arange(120 * 4, dtype=jnp.float32).reshape(120, 4)
     assert_bitwise_equal(sums.map_rows(jnp.negative, (x,)), -x, claim="rows keep their places")
     (of_x,), _ = sums.of_formula(jnp.square, (x,), (), jnp.ones_like(x))
     assert_bitwise_equal(of_x, 2 * x, claim="and their cotangents")
     gain = jnp.ones((1, 4))
-    sums.of_formula(jnp.multiply, (x,), (gain,), x)
-    assert blocks == [2, 2, 8]
+    (of_x,), (of_gain,) = sums.of_formula(jnp.multiply, (x,), (gain,), x)
+    assert_bitwise_equal(of_x, x, claim="rows of leaves keep theirs")
+    assert_bitwise_equal(of_gain, jnp.sum(x * x, axis=0)[None], claim="sums of integers")
+    assert blocks == expected
 
 
 WIDTHS = (256, 128, 128)

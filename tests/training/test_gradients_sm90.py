@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canonical gradients on a Hopper GPU: one hash whatever the cut, near those of the reference."""
+"""Canonical gradients on a Hopper GPU: one hash whatever the cut, near those of the reference.
+
+On any machine: what is computed side by side has the bits of one after the other.
+"""
 
 import dataclasses
+import functools
 from functools import cache
 from unittest import mock
 
@@ -14,6 +18,8 @@ import pytest
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.gradients import composed
+from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
 from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
@@ -122,6 +128,57 @@ def test_gradients_on_a_gpu_are_near_those_of_the_reference(case, sequences):
     for name, want in expected.items():
         error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
         assert error <= 5e-3, f"{name}: {error:.2g} of its norm"
+
+
+def _rows(*shape: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("at_once", (2, 4))
+def test_sums_over_tokens_are_one_tree_however_many_are_made_at_once(at_once):
+    """Four shares of eight leaves: two and two, or all side by side, as a GPU has them.
+
+    The control adds the shares left to right.
+    """
+    a, b = _rows(4, 512, 64, seed=1), _rows(4, 512, 128, seed=2)
+    expected = np.asarray(composed.token_sum(REFERENCE_FORWARD, a, b, None))
+    shares = [
+        np.asarray(composed.token_sum(REFERENCE_FORWARD, a[i : i + 1], b[i : i + 1], None))
+        for i in range(4)
+    ]
+    assert_order_sensitive(np.stack(shares, axis=-1))
+    wide = dataclasses.replace(REFERENCE_FORWARD, at_once=at_once * 64 * 128)
+    found = np.asarray(composed.token_sum(wide, a, b, None))
+    assert_bitwise_equal(found, expected, claim=f"{at_once} shares at once")
+    in_order = ((shares[0] + shares[1]) + shares[2]) + shares[3]
+    assert count_different_bits(in_order, expected) > 0
+
+
+@pytest.mark.invariance
+def test_heads_have_their_gradients_however_many_are_made_at_once():
+    """Two sequences of two query heads: one after the other, two at once, and all four.
+
+    The control adds keys, queries and channels backwards.
+    """
+    q, out, of_out = (_rows(2, 2, 128, 16, seed=i) for i in range(3))
+    k, v = (_rows(2, 1, 128, 16, seed=i) for i in (3, 4))
+
+    def backwards(x, w, bias, **options):
+        return REFERENCE_FORWARD.linear(x[:, ::-1], w[:, ::-1], bias, **options)
+
+    def gradients(at_once: int, linear=REFERENCE_FORWARD.linear) -> list[np.ndarray]:
+        kernels = dataclasses.replace(REFERENCE_FORWARD, at_once=at_once * 128**2, linear=linear)
+        run = jax.jit(functools.partial(composed.attention_gradient, kernels, window=None))
+        return [np.asarray(x) for x in run(q, k, v, out, of_out, None)]
+
+    expected = gradients(0)
+    assert_order_sensitive(np.asarray(out, np.float32) * np.asarray(of_out, np.float32))
+    for at_once in (2, 4):
+        for x, y in zip(gradients(at_once), expected, strict=True):
+            assert_bitwise_equal(x, y, claim=f"{at_once} heads at once")
+    turned = gradients(4, backwards)
+    assert all(count_different_bits(x, y) > 0 for x, y in zip(turned, expected, strict=True))
 
 
 @pytest.mark.slow
