@@ -70,12 +70,14 @@ class TokenLeaves:
 
     Attributes:
         places: Of each row, int32 [M]; past the last leaf for padding.
+        sources: The row of each place, int32 [B T]; M where there is none.
         lengths: Rows of each sequence, int32 [B].
         batch: Sequences, those that fill it up to a power of two included.
         length: Rows of a sequence, filled up to a power of two of leaves.
     """
 
     places: Any
+    sources: Any
     lengths: Any
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})
@@ -87,9 +89,12 @@ class TokenLeaves:
         sequences, length = _power_from(count), padded_length(batch.length)
         sequence, position = batch.places // batch.length, batch.places % batch.length
         is_real = batch.places < count * batch.length
-        behind = sequences * length + jnp.arange(batch.places.shape[0], dtype=jnp.int32)
+        rows = jnp.arange(batch.places.shape[0], dtype=jnp.int32)
+        places = jnp.where(is_real, sequence * length + position, sequences * length + rows)
+        nothing = jnp.full(sequences * length, rows.size, jnp.int32)
         return cls(
-            places=jnp.where(is_real, sequence * length + position, behind),
+            places=places,
+            sources=nothing.at[places].set(rows, mode="drop", unique_indices=True),
             lengths=jnp.pad(batch.lengths, (0, sequences - count)),
             batch=sequences,
             length=length,
@@ -97,8 +102,7 @@ class TokenLeaves:
 
     def cut(self, rows: jax.Array) -> jax.Array:
         """Put rows [M, ...] into leaves [B T / leaf, leaf, ...], zeros elsewhere. Copies only."""
-        whole = jnp.zeros((self.batch * self.length, *rows.shape[1:]), rows.dtype)
-        whole = whole.at[self.places].set(rows, mode="drop", unique_indices=True)
+        whole = jnp.take(rows, self.sources, axis=0, mode="fill", fill_value=0)
         return whole.reshape(-1, TOKEN_LEAF, *rows.shape[1:])
 
     def joined(self, leaves: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ On any machine: what is computed side by side has the bits of one after the othe
 import dataclasses
 import functools
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import jax
@@ -31,7 +32,7 @@ from detjax.training.lora import LoraConfig, first_adapter, with_adapter
 from detjax.training.trainer import Trainer, TrainState
 from detjax.training.weights import master_params
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_layers": 1, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
     "intermediate_size": 512,
 }  # fmt: skip
