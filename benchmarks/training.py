@@ -4,16 +4,22 @@
 python -m benchmarks.training --backend sm90 --out training.jsonl
 python -m benchmarks.training --backend portable --cases tiny --steps 2
 
-Each case is a list of random sequences for the bundled model, as one microbatch and as two halves.
-The exit status is 3 if the two cuts give the canonical weights other bits.
+Each case is a list of random sequences for the bundled model: as one microbatch by either backward
+pass, and as two halves by the canonical one. Each of them compiles in a process of its own, side by
+side; then one after the other is timed. The exit status is 3 if the two cuts give the canonical
+weights other bits, and 4 if a process had no answer within the patience.
 """
 
 import argparse
-import concurrent.futures
 import hashlib
+import json
+import os
+import selectors
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -22,7 +28,7 @@ import optax
 
 from benchmarks.common import Rows, environment
 from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import LoadedModel, load_model
+from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -61,64 +67,104 @@ def batches_of(case: Workload, vocab_size: int, parts: int) -> list[Batch]:
     return [pack(sequences[i : i + size], length=case.most) for i in range(0, len(sequences), size)]
 
 
-class Arm:
-    """A trainer, and one cut of a case."""
-
-    def __init__(self, model: LoadedModel, case: str, backward: Backward, parts: int):
-        """Nothing is compiled yet."""
-        self.case, self.backward, self.parts = case, backward, parts
-        self._batches = batches_of(CASES[case], model.config.vocab_size, parts)
-        self._trainer = Trainer(
-            model, optax.adam(1e-5), mesh=model.mesh, clip_norm=1.0, remat=False, backward=backward
-        )
-        self._state: TrainState | None = None
-        self.digest, self.compile_s = "", 0.0
-
-    def start(self) -> None:
-        """The first step, which compiles; its weights and moments are hashed."""
-        began = time.perf_counter()
-        self._state, _ = self._trainer.step(self._trainer.init(), self._batches)
-        self.compile_s = time.perf_counter() - began
-        found = hashlib.sha256()
-        for leaf in jax.tree.leaves(jax.device_get(self._state)):
-            found.update(np.asarray(leaf).tobytes())
-        self.digest = found.hexdigest()[:16]
-
-    def step_s(self) -> float:
-        """Seconds of one more step, to its last result on the host."""
-        assert self._state is not None  # after `start`
-        began = time.perf_counter()
-        self._state, _ = self._trainer.step(self._state, self._batches)
-        jax.block_until_ready(self._state)
-        return time.perf_counter() - began
+ARMS = ((Backward.XLA, 1), (Backward.CANONICAL, 1), (Backward.CANONICAL, 2))
+"""Backward passes, and into how many microbatches the sequences are cut."""
 
 
-def measure(model: LoadedModel, cases: list[str], steps: int, rows: Rows) -> bool:
-    """Time each case; whether both cuts have the same canonical bits."""
-    arms = [
-        Arm(model, case, backward, parts)
-        for case in cases
-        for backward in Backward
-        for parts in (1, 2)
-    ]
-    with concurrent.futures.ThreadPoolExecutor(len(arms)) as pool:
-        for waiting in [pool.submit(arm.start) for arm in arms]:
-            waiting.result()
-    base = {}
-    for arm in sorted(arms, key=lambda arm: arm.backward is Backward.CANONICAL):
-        median = statistics.median([arm.step_s() for _ in range(steps)])
-        base.setdefault((arm.case, arm.parts), median)  # XLA's comes first
-        rows.keep(
-            subject="training", case=arm.case, backward=arm.backward.value, parts=arm.parts,
-            step_s=median, over_xla=median / base[arm.case, arm.parts], digest=arm.digest,
-            first_s=arm.compile_s,
-        )  # fmt: skip
-    cuts = {case: {arm.digest for arm in arms if _is_canonical(arm, case)} for case in cases}
-    return all(len(digests) == 1 for digests in cuts.values())
+def run_arm(args: argparse.Namespace) -> None:
+    """Compile and make a first step, whose state is hashed; on a line of input time more."""
+    backend, case = Backend(args.backend), args.cases[0]
+    model = load_model(
+        str(bundled_model_path()),
+        profile=NumericsProfile(),
+        mesh=make_mesh(1, 1, platform=backend.platform),
+        backend=backend,
+    )
+    batches = batches_of(CASES[case], model.config.vocab_size, args.parts)
+    trainer = Trainer(
+        model, optax.adam(1e-5), mesh=model.mesh, clip_norm=1.0, remat=False,
+        backward=Backward(args.backward),
+    )  # fmt: skip
+    state, first_s = timed_step(trainer, trainer.init(), batches)
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(state)):
+        digest.update(np.asarray(leaf).tobytes())
+    found = {"case": case, "backward": args.backward, "parts": args.parts, "first_s": first_s}
+    found["digest"] = digest.hexdigest()[:16]
+    print(json.dumps({"card": environment(backend)} | found), flush=True)
+    sys.stdin.readline()
+    seconds = []
+    for _ in range(args.steps):
+        state, step_s = timed_step(trainer, state, batches)
+        seconds.append(step_s)
+    timed = {"step_s": statistics.median(seconds), "least_s": min(seconds)}
+    print(json.dumps(timed), flush=True)
 
 
-def _is_canonical(arm: Arm, case: str) -> bool:
-    return arm.case == case and arm.backward is Backward.CANONICAL
+def timed_step(
+    trainer: Trainer, state: TrainState, batches: list[Batch]
+) -> tuple[TrainState, float]:
+    """A step, and its seconds to the last result."""
+    began = time.perf_counter()
+    state, _ = trainer.step(state, batches)
+    jax.block_until_ready(state)
+    return state, time.perf_counter() - began
+
+
+def start(args: argparse.Namespace, case: str, backward: Backward, parts: int) -> subprocess.Popen:
+    """A process of one arm."""
+    command = [
+        sys.executable, "-m", "benchmarks.training", "--backend", args.backend, "--cases", case,
+        "--steps", str(args.steps), "--backward", backward.value, "--parts", str(parts),
+    ]  # fmt: skip
+    shared = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=shared, text=True
+    )
+
+
+def ready_of(arms: Sequence[subprocess.Popen], patience_s: float) -> list[dict | None]:
+    """What each arm says of its first step, None if nothing in time; it waits after that."""
+    found: dict[subprocess.Popen, dict] = {}
+    deadline = time.monotonic() + patience_s
+    with selectors.DefaultSelector() as waiting:
+        for arm in arms:
+            assert arm.stdout is not None  # a pipe
+            waiting.register(arm.stdout, selectors.EVENT_READ, arm)
+        while waiting.get_map() and time.monotonic() < deadline:
+            for key, _ in waiting.select(max(deadline - time.monotonic(), 0)):
+                waiting.unregister(key.fileobj)
+                if line := key.data.stdout.readline():
+                    found[key.data] = json.loads(line)
+                    print(f"ready: {line.strip()}", file=sys.stderr, flush=True)
+    return [found.get(arm) for arm in arms]
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run all arms and write their rows; the exit status."""
+    kinds = [(case, *arm) for case in args.cases for arm in ARMS]
+    arms = [start(args, *kind) for kind in kinds]
+    rows, base, digests = None, {}, {}
+    ready = ready_of(arms, args.patience)
+    for arm, first in zip(arms, ready, strict=True):
+        if first is None:
+            arm.kill()
+            continue
+        card = first.pop("card") | {"model": "novels-6m", "backend": args.backend}
+        rows = rows or Rows(card, args.out)
+        timed = json.loads(arm.communicate("go\n")[0])
+        base.setdefault(first["case"], timed["step_s"] if first["backward"] == "xla" else None)
+        of_xla = base[first["case"]]
+        over = {} if of_xla is None else {"over_xla": timed["step_s"] / of_xla}
+        rows.keep(subject="training", **first, **timed, **over)
+        if first["backward"] == Backward.CANONICAL.value:
+            digests.setdefault(first["case"], set()).add(first["digest"])
+    is_same = all(len(found) == 1 for found in digests.values())
+    print(f"both cuts have the same canonical bits: {is_same}")
+    if missing := [kind for kind, first in zip(kinds, ready, strict=True) if first is None]:
+        print(f"no answer within {args.patience} s: {missing}")
+        return 4
+    return 0 if is_same else 3
 
 
 def main() -> None:
@@ -129,19 +175,15 @@ def main() -> None:
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--cases", choices=CASES, nargs="+", default=["short", "long"])
     parser.add_argument("--steps", type=int, default=5, help="timed, after the first")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until all are ready")
     parser.add_argument("--out", help="write JSON rows here")
+    parser.add_argument("--backward", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    backend = Backend(args.backend)
-    model = load_model(
-        str(bundled_model_path()),
-        profile=NumericsProfile(),
-        mesh=make_mesh(1, 1, platform=backend.platform),
-        backend=backend,
-    )
-    rows = Rows(environment(backend) | {"model": "novels-6m", "backend": args.backend}, args.out)
-    is_same = measure(model, args.cases, args.steps, rows)
-    print(f"both cuts have the same canonical bits: {is_same}")
-    sys.exit(0 if is_same else 3)
+    if args.backward:
+        run_arm(args)
+        return
+    sys.exit(measure(args))
 
 
 if __name__ == "__main__":
