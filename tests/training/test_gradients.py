@@ -233,9 +233,9 @@ def test_rows_of_short_sequences_share_blocks(backend, expected, weighted, monke
     (of_x,), _ = sums.of_formula(jnp.square, (x,), (), jnp.ones_like(x))
     assert_bitwise_equal(of_x, 2 * x, claim="and their cotangents")
     gain = jnp.ones((1, 4))
-    (of_x,), (of_gain,) = sums.of_formula(jnp.multiply, (x,), (gain,), x)
-    assert_bitwise_equal(of_x, x, claim="rows of leaves keep theirs")
-    assert_bitwise_equal(of_gain, jnp.sum(x * x, axis=0)[None], claim="sums of integers")
+    of_rows, of_shared = sums.of_formula(jnp.multiply, (x,), (gain,), x)
+    assert_bitwise_equal(of_rows[0], x, claim="rows of leaves keep theirs")
+    assert_bitwise_equal(of_shared[0], jnp.sum(x * x, axis=0)[None], claim="sums of integers")
     assert blocks == expected
 
 
