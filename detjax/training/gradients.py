@@ -223,7 +223,7 @@ class CanonicalSums:
             backend=self.backend,
         )
 
-    def of_formula(self, formula, rows, shared, cotangents):
+    def of_formula(self, formula, rows, shared, cotangents) -> tuple[tuple, tuple]:
         """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
         if not shared:
             return self._by_block(lambda *own: _pull(formula, *own)[0], rows, cotangents), ()
