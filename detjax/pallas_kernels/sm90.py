@@ -61,20 +61,12 @@ from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_tok
 from detjax.pallas_kernels.sm90_here import why_not_here as why_not_here
 from detjax.pallas_kernels.softcap.sm90 import softcap as softcap
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
-from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld = Withheld(
-    expert_gradients=(
-        "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
-        "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "
-        "or portable"
-    ),
-)
 
 
 def what_to_install() -> str | None:

@@ -6,18 +6,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import TP_AXIS, make_mesh
 from detjax.testing import (
     assert_bitwise_equal,
@@ -29,7 +26,6 @@ from detjax.training import gradients
 from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward, CanonicalSums, TokenLeaves
-from detjax.training.trainer import Trainer
 from detjax.training.weights import master_params
 
 NAME = "qk_norm_biases_window"
@@ -197,19 +193,6 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
     assert_tensors_close(found, expected, max_relative=1.2e-5)
 
 
-def test_a_canonical_gradient_of_experts_is_refused_where_it_is_withheld(
-    model_named, sequences, monkeypatch
-):
-    model = model_named("experts")
-    withheld = Withheld(expert_gradients="not shown; give --backward xla")
-    monkeypatch.setattr(KERNELS[model.backend], "withheld", withheld)
-    with pytest.raises(NotImplementedError, match="not shown; give --backward xla"):
-        gradient(model, pack(sequences, length=89))
-    with pytest.raises(ValueError, match="not shown; give --backward xla"):
-        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
-    assert "--backward xla" in KERNELS[Backend.SM90].withheld.expert_gradients
-
-
 @pytest.mark.parametrize(
     ("backend", "expected"), [(Backend.PORTABLE, [2, 2, 8]), (Backend.SM90, [1, 1, 1])],
     ids=["portable", "sm90"],
@@ -333,9 +316,8 @@ def test_a_training_pass_on_sm90_writes_no_reference():
 
 
 @pytest.mark.slow
-def test_a_training_pass_of_experts_is_traced_for_sm90(monkeypatch):
+def test_a_training_pass_of_experts_is_traced_for_sm90():
     """Every kernel checks its operands: shapes and dtypes that it does not take are refused."""
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
     config = dummy_config(
         hidden_size=128, head_dim=64, num_layers=1, experts=(8, 3), expert_width=128
     )

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,9 @@ import optax
 import pytest
 
 from detjax.models.layers import ForwardContext
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -55,12 +52,11 @@ def sequences(weighted) -> list[Scored]:
 @cache
 def trainer(case: str, backend: Backend, backward: Backward = Backward.CANONICAL) -> Trainer:
     """Its momentum after one step is the gradient, exactly: `g + 0.9 * 0`."""
-    with mock.patch.object(sm90, "withheld", Withheld()):
-        return Trainer(
-            dummy_model(CONFIGS[case], backend=backend), optax.sgd(1e-3, momentum=0.9),
-            mesh=make_mesh(1, 1, platform=backend.platform), clip_norm=float("inf"),
-            lora=LORA if case == "lora" else None, backward=backward, remat=False,
-        )  # fmt: skip
+    return Trainer(
+        dummy_model(CONFIGS[case], backend=backend), optax.sgd(1e-3, momentum=0.9),
+        mesh=make_mesh(1, 1, platform=backend.platform), clip_norm=float("inf"),
+        lora=LORA if case == "lora" else None, backward=backward, remat=False,
+    )  # fmt: skip
 
 
 def some_steps_later(state: TrainState) -> TrainState:
@@ -79,8 +75,7 @@ def some_steps_later(state: TrainState) -> TrainState:
 def gradient(of: Trainer, sequences: list[Scored], size: int) -> dict[str, np.ndarray]:
     """Of the step's list of sequences, in microbatches of `size`, by name."""
     batches = [pack(sequences[i : i + size], length=LENGTH) for i in range(0, len(sequences), size)]
-    with mock.patch.object(sm90, "withheld", Withheld()):
-        state, _ = of.step(some_steps_later(of.init()), batches)
+    state, _ = of.step(some_steps_later(of.init()), batches)
     return {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
@@ -196,6 +191,5 @@ def test_gradients_are_traced_for_a_gpu(case, count, sequences):
         whole = with_adapter(masters, params, LORA) if case == "lora" else params
         return jnp.sum(token_logprobs(ctx, whole, model.rope_tables, batch, remat=False)[0])
 
-    with mock.patch.object(sm90, "withheld", Withheld()):
-        found = jax.eval_shape(jax.grad(run), trained, pack(sequences[:count], length=LENGTH))
+    found = jax.eval_shape(jax.grad(run), trained, pack(sequences[:count], length=LENGTH))
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, trained)
