@@ -74,11 +74,6 @@ withheld = Withheld(
         "prompt since its kernel was mended; leave out kv_cache_dtype (--kv-cache-dtype), or use "
         "the backend reference or portable"
     ),
-    expert_gradients=(
-        "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
-        "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "
-        "or portable"
-    ),
 )
 
 

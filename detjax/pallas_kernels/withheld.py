@@ -9,9 +9,7 @@ class Withheld:
     """Why each is refused and what to do instead; empty where it is not.
 
     Attributes:
-        expert_gradients: A canonical backward pass of mixtures of experts.
         float8_cache: Keys and values of 8 bits.
     """
 
-    expert_gradients: str = ""
     float8_cache: str = ""

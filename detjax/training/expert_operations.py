@@ -15,7 +15,6 @@ from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import padded_router_size
 from detjax.pallas_kernels.gradients.composed import row_sums
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
 from detjax.pallas_kernels.moe.api import expert_linear
@@ -173,8 +172,6 @@ def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, dtype: jnp.dtype
 
     # ORDER: a slot's row by its expert alone, K in order, as forward; slots of a row left to right.
     """
-    if withheld := KERNELS[sums.backend].withheld.expert_gradients:
-        raise NotImplementedError(withheld)
     x, expert_ids, w_gate_up, w_down = args
     num_rows, top_k = expert_ids.shape
     w_gate_up, w_down = w_gate_up.astype(dtype), w_down.astype(dtype)

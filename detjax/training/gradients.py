@@ -37,6 +37,9 @@ STEP_DEPTH, OUT_BLOCK = 16, 128
 XLA_ROWS = 1024
 """Rows whose logits exist at the same time."""
 
+WIDE_ROWS, WIDE_LEAVES = XLA_ROWS, 32
+"""Rows, or leaves of them, that a GPU computes side by side: one shape, whatever there is."""
+
 
 class Backward(enum.Enum):
     """Which order the sums of a backward pass have. The forward pass has the bits of serving."""
@@ -67,12 +70,14 @@ class TokenLeaves:
 
     Attributes:
         places: Of each row, int32 [M]; past the last leaf for padding.
+        sources: The row of each place, int32 [B T]; M where there is none.
         lengths: Rows of each sequence, int32 [B].
         batch: Sequences, those that fill it up to a power of two included.
         length: Rows of a sequence, filled up to a power of two of leaves.
     """
 
     places: Any
+    sources: Any
     lengths: Any
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})
@@ -84,9 +89,12 @@ class TokenLeaves:
         sequences, length = _power_from(count), padded_length(batch.length)
         sequence, position = batch.places // batch.length, batch.places % batch.length
         is_real = batch.places < count * batch.length
-        behind = sequences * length + jnp.arange(batch.places.shape[0], dtype=jnp.int32)
+        rows = jnp.arange(batch.places.shape[0], dtype=jnp.int32)
+        places = jnp.where(is_real, sequence * length + position, sequences * length + rows)
+        nothing = jnp.full(sequences * length, rows.size, jnp.int32)
         return cls(
-            places=jnp.where(is_real, sequence * length + position, behind),
+            places=places,
+            sources=nothing.at[places].set(rows, mode="drop", unique_indices=True),
             lengths=jnp.pad(batch.lengths, (0, sequences - count)),
             batch=sequences,
             length=length,
@@ -94,8 +102,7 @@ class TokenLeaves:
 
     def cut(self, rows: jax.Array) -> jax.Array:
         """Put rows [M, ...] into leaves [B T / leaf, leaf, ...], zeros elsewhere. Copies only."""
-        whole = jnp.zeros((self.batch * self.length, *rows.shape[1:]), rows.dtype)
-        whole = whole.at[self.places].set(rows, mode="drop", unique_indices=True)
+        whole = jnp.take(rows, self.sources, axis=0, mode="fill", fill_value=0)
         return whole.reshape(-1, TOKEN_LEAF, *rows.shape[1:])
 
     def joined(self, leaves: jax.Array) -> jax.Array:
@@ -216,7 +223,7 @@ class CanonicalSums:
             backend=self.backend,
         )
 
-    def of_formula(self, formula, rows, shared, cotangents):
+    def of_formula(self, formula, rows, shared, cotangents) -> tuple[tuple, tuple]:
         """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
         if not shared:
             return self._by_block(lambda *own: _pull(formula, *own)[0], rows, cotangents), ()
@@ -258,18 +265,33 @@ class CanonicalSums:
         return self._by_block(function, *rows)
 
     def _by_block(self, function: Callable, *rows: Any) -> Any:
-        """Call `function` on rows, `TOKEN_LEAF` at a time.
+        """Call `function` on rows, a block at a time.
 
-        # SHAPE: that of a leaf. Rows do not meet, so they need not be those of one sequence: many
-        short sequences are few blocks.
+        # SHAPE: one, of a leaf's rows on a CPU and of more on a GPU. Rows do not meet, so they need
+        not be those of one sequence: many short sequences are few blocks.
         """
-        count = len(jax.tree.leaves(rows)[0])
-        out = self.by_leaf(function, *jax.tree.map(lambda x: in_chunks(x, TOKEN_LEAF), rows))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+        size = TOKEN_LEAF if self._is_on_cpu else WIDE_ROWS
+        return self._cut_up(size, function, *rows)
 
     def by_leaf(self, function: Callable, *leaves: Any) -> Any:
-        """Call `function` on one leaf after the other, in one body of one shape."""
-        return _one_by_one(function, leaves, is_hidden=self.backend.platform == "cpu")
+        """Call `function` on one leaf after the other, or on some side by side on a GPU.
+
+        # SHAPE: one body of one shape, whatever the number of leaves.
+        """
+        if self._is_on_cpu:
+            return _one_by_one(function, leaves, is_hidden=True)
+        return self._cut_up(WIDE_LEAVES, jax.vmap(function), *leaves)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.backend.platform == "cpu"
+
+    def _cut_up(self, size: int, function: Callable, *operands: Any) -> Any:
+        """Call `function` on `size` rows after the other, zeros behind the last."""
+        count = len(jax.tree.leaves(operands)[0])
+        cut = jax.tree.map(lambda x: in_chunks(x, size), operands)
+        out = _one_by_one(function, cut, is_hidden=self._is_on_cpu)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
 
 def _pull(formula: Callable, rows: tuple, cotangents: Any, shared: tuple = ()) -> tuple:

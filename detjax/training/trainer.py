@@ -28,7 +28,6 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -121,8 +120,8 @@ class Trainer:
         Raises:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
                 `balance_weight` is negative, or positive for a model without experts or with a
-                canonical backward pass; if the backend withholds one of experts, the devices are no
-                power of two, the optimizer is not elementwise, or ranks cannot share the layers.
+                canonical backward pass; if the devices are no power of two, the optimizer is not
+                elementwise, or ranks cannot share the layers.
         """
         tp = mesh.shape[TP_AXIS] if shares_layers else 1
         _check_training(model, balance_weight=balance_weight, lora=lora, backward=backward, tp=tp)
@@ -381,9 +380,6 @@ def _check_training(
             f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
             "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
         )
-    if backward is Backward.CANONICAL and model.config.experts is not None:
-        if withheld := KERNELS[model.backend].withheld.expert_gradients:
-            raise ValueError(withheld)
     if tp > 1 and lora is not None:
         raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
     if why := why_layers_not_shared(model.config, model.profile, tp, backward):

@@ -600,7 +600,7 @@ def test_experts_have_the_bits_of_the_dense_products(num_rows):
 @pytest.mark.invariance
 @pytest.mark.parametrize("num_slots", (1, 8, 100, 513, 4096))
 def test_rows_by_their_experts_have_the_bits_of_the_dense_products(num_slots):
-    """What a canonical backward pass multiplies; it is withheld until this has run."""
+    """What a canonical backward pass multiplies."""
     w = weights(QWEN).down
     x = wide_rows(num_slots, w.shape[2])
     terms = np.asarray(x[:1], np.float32) * np.asarray(w[0, :8], np.float32)
@@ -616,7 +616,7 @@ def test_rows_by_their_experts_have_the_bits_of_the_dense_products(num_slots):
 @pytest.mark.gpu
 @pytest.mark.invariance
 def test_sums_over_the_tokens_of_experts_have_the_bits_of_the_reference():
-    """It is withheld in a canonical backward pass until this has run."""
+    """The gradient of an expert's matrix in a canonical backward pass."""
     a, b = wide_rows(600, 128, seed=1), wide_rows(600, 256, seed=2)
     rng = np.random.default_rng(3)
     ids = np.argsort(rng.random((300, 6)), axis=1)[:, :2].reshape(-1)

@@ -6,18 +6,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import TP_AXIS, make_mesh
 from detjax.testing import (
     assert_bitwise_equal,
@@ -25,10 +22,10 @@ from detjax.testing import (
     count_different_bits,
 )
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training import gradients
 from detjax.training.batch import Layout, Scored, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward, CanonicalSums, TokenLeaves
-from detjax.training.trainer import Trainer
 from detjax.training.weights import master_params
 
 NAME = "qk_norm_biases_window"
@@ -196,37 +193,33 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
     assert_tensors_close(found, expected, max_relative=1.2e-5)
 
 
-def test_a_canonical_gradient_of_experts_is_refused_where_it_is_withheld(
-    model_named, sequences, monkeypatch
-):
-    model = model_named("experts")
-    withheld = Withheld(expert_gradients="not shown; give --backward xla")
-    monkeypatch.setattr(KERNELS[model.backend], "withheld", withheld)
-    with pytest.raises(NotImplementedError, match="not shown; give --backward xla"):
-        gradient(model, pack(sequences, length=89))
-    with pytest.raises(ValueError, match="not shown; give --backward xla"):
-        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
-    assert "--backward xla" in KERNELS[Backend.SM90].withheld.expert_gradients
+@pytest.mark.parametrize(
+    ("backend", "expected"), [(Backend.PORTABLE, [2, 2, 8]), (Backend.SM90, [1, 1, 1])],
+    ids=["portable", "sm90"],
+)  # fmt: skip
+def test_rows_of_short_sequences_share_blocks(backend, expected, weighted, monkeypatch):
+    """Eight sequences of 15 rows: two blocks of 64, where leaves are eight.
 
-
-def test_rows_of_short_sequences_share_blocks(weighted, monkeypatch):
-    """Eight sequences of 15 rows: two blocks of 64, where leaves are eight."""
+    On a GPU one block holds all rows, and one group all leaves.
+    """
     batch, blocks = pack(weighted(*[16] * 8), length=15), []
 
-    def run(self, function, *rows):
-        blocks.append(len(jax.tree.leaves(rows)[0]))
-        return jax.vmap(function)(*rows)
+    def run(function, operands, *, is_hidden):
+        assert is_hidden == (backend is Backend.PORTABLE)
+        blocks.append(len(jax.tree.leaves(operands)[0]))
+        return jax.vmap(function)(*operands)
 
-    monkeypatch.setattr(CanonicalSums, "by_leaf", run)
-    profile = NumericsProfile()
-    sums = CanonicalSums(leaves=TokenLeaves.of(batch), profile=profile, backend=Backend.PORTABLE)
+    monkeypatch.setattr(gradients, "_one_by_one", run)
+    sums = CanonicalSums(leaves=TokenLeaves.of(batch), profile=NumericsProfile(), backend=backend)
     x = jnp.arange(120 * 4, dtype=jnp.float32).reshape(120, 4)
     assert_bitwise_equal(sums.map_rows(jnp.negative, (x,)), -x, claim="rows keep their places")
     (of_x,), _ = sums.of_formula(jnp.square, (x,), (), jnp.ones_like(x))
     assert_bitwise_equal(of_x, 2 * x, claim="and their cotangents")
     gain = jnp.ones((1, 4))
-    sums.of_formula(jnp.multiply, (x,), (gain,), x)
-    assert blocks == [2, 2, 8]
+    of_rows, of_shared = sums.of_formula(jnp.multiply, (x,), (gain,), x)
+    assert_bitwise_equal(of_rows[0], x, claim="rows of leaves keep theirs")
+    assert_bitwise_equal(of_shared[0], jnp.sum(x * x, axis=0)[None], claim="sums of integers")
+    assert blocks == expected
 
 
 WIDTHS = (256, 128, 128)
@@ -323,9 +316,8 @@ def test_a_training_pass_on_sm90_writes_no_reference():
 
 
 @pytest.mark.slow
-def test_a_training_pass_of_experts_is_traced_for_sm90(monkeypatch):
+def test_a_training_pass_of_experts_is_traced_for_sm90():
     """Every kernel checks its operands: shapes and dtypes that it does not take are refused."""
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
     config = dummy_config(
         hidden_size=128, head_dim=64, num_layers=1, experts=(8, 3), expert_width=128
     )

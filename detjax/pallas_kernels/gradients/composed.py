@@ -18,36 +18,69 @@ MAX_LEAVES = 8
 
 VOCAB_BLOCK = 128
 
+AT_ONCE = 2**26
+"""Elements of float32 that a GPU holds side by side: partial sums of products, or scores."""
+
+
+def one_by_one(function: Callable, *operands: jax.Array) -> jax.Array:
+    """`jax.vmap(function)`, in order."""
+    return lax.map(lambda own: function(*own), operands)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardKernels:
-    """The operations of a backend that these are made of, as `KernelSet` has them."""
+    """The operations of a backend that these are made of, as `KernelSet` has them.
+
+    Attributes:
+        linear: As there, and the next four.
+        linear_partial: As there.
+        add_partials: As there.
+        block_stats: As there.
+        log_sum_exp: As there.
+        each: Calls a product for each of several operands: `jax.vmap(product)(*operands)`.
+        at_once: Elements of float32 that products are made of at the same time, or those of one.
+    """
 
     linear: Callable
     linear_partial: Callable
     add_partials: Callable
     block_stats: Callable
     log_sum_exp: Callable
+    each: Callable = one_by_one
+    at_once: int = 1
 
 
 def token_sum(kernels: ForwardKernels, a, b, lengths) -> jax.Array:
-    """See `api.token_sum`: `linear_partial`, whose inputs are tokens."""
+    """See `api.token_sum`: `linear_partial`, whose inputs are tokens, of some leaves each."""
     del lengths  # zeros cost what others do
     batch, length, num_x = a.shape
     num_tokens, num_y = batch * length, b.shape[2]
-    a = a.reshape(num_tokens, num_x).T
-    b = pad_axis(b.reshape(num_tokens, num_y), 1, 128).T
     share = min(num_tokens, MAX_LEAVES * TOKEN_LEAF)
     reduction = Reduction(num_leaves=share // TOKEN_LEAF, leaf_len=TOKEN_LEAF)
 
-    def tree(first: int, count: int) -> jax.Array:
-        if count == share:
-            columns = slice(first, first + count)
-            return kernels.linear_partial(a[:, columns], b[:, columns], reduction=reduction)
-        half = count // 2
-        return kernels.add_partials(tree(first, half), tree(first + half, half))
+    def transposed(x: jax.Array) -> jax.Array:  # [shares, X, tokens]
+        return x.reshape(-1, share, x.shape[2]).swapaxes(1, 2)
 
-    return tree(0, num_tokens)[:, :num_y]
+    a, b = transposed(a), transposed(pad_axis(b, 2, 128))
+    most = max(kernels.at_once // (num_x * b.shape[1]), 1)
+
+    def partial_sum(a, b):
+        return kernels.linear_partial(a, b, reduction=reduction)
+
+    def tree(first: int, count: int) -> jax.Array:
+        """The sum of a power of two of shares: side by side, then as a tree."""
+        if count > most:
+            half = count // 2
+            return kernels.add_partials(tree(first, half), tree(first + half, half))
+        own = slice(first, first + count)
+        if count == 1:
+            return partial_sum(a[first], b[first])
+        sums = kernels.each(partial_sum, a[own], b[own])
+        while len(sums) > 1:  # ORDER: additions only, of arrays in memory, so nothing fuses
+            sums = sums[0::2] + sums[1::2]
+        return sums[0]
+
+    return tree(0, len(a))[:, :num_y]
 
 
 def expert_token_sum(
@@ -74,37 +107,63 @@ def expert_token_sum(
 def attention_gradient(
     kernels: ForwardKernels, q, k, v, out, of_out, lengths, *, window: int | None
 ) -> tuple[jax.Array, ...]:
-    """See `api.attention_gradient`: the products of one query head after the other.
+    """See `api.attention_gradient`: the products of some query heads side by side.
 
     # ORDER: `linear` adds positions in order. lse is that of the log-softmax, over blocks of keys.
     """
     del lengths
-    group, dtype = q.shape[1] // k.shape[1], q.dtype
+    group, num_heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
     length, channels = q.shape[2:]
-    scale = float(np.float32(channels**-0.5))
+    most = max(kernels.at_once // length**2, 1)
+    at_once = next(n for n in range(min(most, num_heads), 0, -1) if num_heads % n == 0)
+
+    def some(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, at_once, length, channels)
+
+    shared = [some(jnp.repeat(x, group, axis=1)) for x in (k, v)]
+    found = lax.map(
+        lambda heads: _gradient_of_heads(kernels, *heads, window=window),
+        (some(q), *shared, some(out), some(of_out)),
+    )
+    return tuple(x.reshape(q.shape) for x in found)
+
+
+def _gradient_of_heads(
+    kernels: ForwardKernels, q, k, v, out, of_out, *, window: int | None
+) -> tuple[jax.Array, ...]:
+    """Cotangents of queries, keys and values [h, T, C], each head by itself."""
+    num_heads, length, channels = q.shape
+    dtype, scale = q.dtype, float(np.float32(channels**-0.5))
     back = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    is_seen = (back >= 0) & (back < (window or length))
+    is_seen = ((back >= 0) & (back < (window or length)))[None]
 
     def product(x, w):
-        w = pad_axis(w, 0, 64)
-        return kernels.linear(x, w, None, out_dtype=jnp.dtype(jnp.float32))
+        def of_head(x, w):
+            return kernels.linear(x, w, None, out_dtype=jnp.dtype(jnp.float32))
 
-    def one(operands):
-        q, k, v, out, of_out = operands
-        s = jnp.where(is_seen, product(q, k)[:, :length] * scale, -jnp.inf)
-        padded = jnp.pad(s, ((0, 0), (0, -length % VOCAB_BLOCK)), constant_values=-jnp.inf)
-        lse = kernels.log_sum_exp(*kernels.block_stats(padded, vocab_block=VOCAB_BLOCK))
-        p = jnp.exp(s - lse[:, None])
-        delta = row_sums(of_out.astype(jnp.float32) * out.astype(jnp.float32))
-        ds = (p * (product(of_out, v)[:, :length] - delta)).astype(dtype)
-        p = p.astype(dtype)
-        of_q, of_k = product(ds, k.T) * scale, product(ds.T, q.T) * scale
-        return tuple(x[:, :channels] for x in (of_q, of_k, product(p.T, of_out.T)))
+        return kernels.each(of_head, x, pad_axis(w, 1, 64))
 
-    heads = [x.reshape(-1, length, channels) for x in (q, out, of_out)]
-    shared = [jnp.repeat(x, group, axis=1).reshape(-1, length, channels) for x in (k, v)]
-    found = lax.map(one, (heads[0], *shared, *heads[1:]))
-    return tuple(x.reshape(q.shape) for x in found)
+    def scaled(x):
+        # ROUND: a product before its sums, which thus fuse with none of them.
+        return lax.optimization_barrier(x * scale)
+
+    def turned(x):
+        return x.swapaxes(1, 2)
+
+    def rows(x):
+        return x.reshape(num_heads * length, x.shape[2])
+
+    s = lax.optimization_barrier(jnp.where(is_seen, product(q, k)[:, :, :length] * scale, -jnp.inf))
+    padded = jnp.pad(rows(s), ((0, 0), (0, -length % VOCAB_BLOCK)), constant_values=-jnp.inf)
+    lse = kernels.log_sum_exp(*kernels.block_stats(padded, vocab_block=VOCAB_BLOCK))
+    p = jnp.exp(s - lse.reshape(num_heads, length, 1))
+    delta = row_sums(rows(of_out.astype(jnp.float32) * out.astype(jnp.float32)))
+    of_p = product(of_out, v)[:, :, :length]
+    ds = (p * (of_p - delta.reshape(num_heads, length, 1))).astype(dtype)
+    p = p.astype(dtype)
+    of_q, of_k = scaled(product(ds, turned(k))), scaled(product(turned(ds), turned(q)))
+    of_v = product(turned(p), turned(of_out))
+    return tuple(x[:, :, :channels] for x in (of_q, of_k, of_v))
 
 
 def row_sums(x: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ SM90_FORWARD = composed.ForwardKernels(
     add_partials=add_partials,
     block_stats=block_stats,
     log_sum_exp=log_sum_exp,
+    each=lambda product, *operands: jax.vmap(product)(*operands),
+    at_once=composed.AT_ONCE,
 )
 
 

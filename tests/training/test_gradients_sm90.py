@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canonical gradients on a Hopper GPU: one hash whatever the cut, near those of the reference.
+
+On any machine: what is computed side by side has the bits of one after the other.
+"""
+
+import dataclasses
+import functools
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.gradients import composed
+from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
+from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training.batch import Scored, pack
+from detjax.training.forward import token_logprobs
+from detjax.training.gradients import Backward
+from detjax.training.lora import LoraConfig, first_adapter, with_adapter
+from detjax.training.trainer import Trainer, TrainState
+from detjax.training.weights import master_params
+
+SIZES: dict[str, Any] = {
+    "num_layers": 1, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+    "intermediate_size": 512,
+}  # fmt: skip
+CONFIGS = {
+    "dense": dummy_config(**SIZES, qk_norm=True, qkv_bias=True, window=70),
+    "lora": dummy_config(**SIZES),
+    "experts": dummy_config(**SIZES, experts=(8, 3), expert_width=128),
+}
+LORA = LoraConfig(rank=8, alpha=16.0)
+LENGTH = 80
+"""More than a leaf of tokens, and than the window."""
+
+
+@pytest.fixture(scope="module")
+def sequences(weighted) -> list[Scored]:
+    """One is longer than a leaf."""
+    return weighted(5, 81, 9, 40)
+
+
+@cache
+def trainer(case: str, backend: Backend, backward: Backward = Backward.CANONICAL) -> Trainer:
+    """Its momentum after one step is the gradient, exactly: `g + 0.9 * 0`."""
+    return Trainer(
+        dummy_model(CONFIGS[case], backend=backend), optax.sgd(1e-3, momentum=0.9),
+        mesh=make_mesh(1, 1, platform=backend.platform), clip_norm=float("inf"),
+        lora=LORA if case == "lora" else None, backward=backward, remat=False,
+    )  # fmt: skip
+
+
+def some_steps_later(state: TrainState) -> TrainState:
+    """Random values where an adapter begins with zeros, behind which no gradient is seen."""
+    rng = np.random.default_rng(1)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        if np.asarray(leaf).any():
+            return leaf
+        drawn = rng.standard_normal(leaf.shape, np.float32) * 0.4
+        return jax.device_put(drawn, leaf.sharding)
+
+    return dataclasses.replace(state, params=jax.tree.map(moved, state.params))
+
+
+def gradient(of: Trainer, sequences: list[Scored], size: int) -> dict[str, np.ndarray]:
+    """Of the step's list of sequences, in microbatches of `size`, by name."""
+    batches = [pack(sequences[i : i + size], length=LENGTH) for i in range(0, len(sequences), size)]
+    state, _ = of.step(some_steps_later(of.init()), batches)
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", CONFIGS)
+def test_gradients_on_a_gpu_are_bitwise_batch_invariant(case, sequences):
+    """Microbatches of four, two and one. The probe: another order of the list has other bits."""
+    of = trainer(case, Backend.SM90)
+    expected = gradient(of, sequences, 4)
+    assert all(np.isfinite(leaf).all() and leaf.any() for leaf in expected.values())
+    parts = [gradient(of, [one], 1) for one in sequences]
+    name = max(expected, key=lambda name: expected[name].size)
+    assert_order_sensitive(np.stack([part[name].reshape(-1) for part in parts], axis=1))
+    for size in (2, 1):
+        found = gradient(of, sequences, size)
+        for name, leaf in found.items():
+            assert_bitwise_equal(leaf, expected[name], claim=f"{name}, microbatches of {size}")
+    turned = gradient(of, [sequences[i] for i in (0, 2, 1, 3)], 1)
+    assert sum(count_different_bits(turned[name], expected[name]) for name in expected) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.control
+def test_control_gradients_of_xlas_sums_on_a_gpu_depend_on_the_cut(sequences):
+    of = trainer("dense", Backend.SM90, Backward.XLA)
+    four, one = (gradient(of, sequences, size) for size in (4, 1))
+    assert sum(count_different_bits(one[name], four[name]) for name in four) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CONFIGS)
+def test_gradients_on_a_gpu_are_near_those_of_the_reference(case, sequences):
+    """To 0.5 % of each tensor's norm.
+
+    Tolerance: products and the forward pass have the same bits. Formulas (exponentials, roots, sums
+    of 256 channels) differ by some 2**-20, so one element in 2**11 is rounded to another bfloat16,
+    2**-8 away: an error of 2**-8 * 2**-5.5 = 9e-5 of the norm. Some thirty roundings of a layer and
+    of the log-softmax, at random: 5e-4. Ten times that is allowed, for tensors whose terms cancel.
+    """
+    expected = gradient(trainer(case, Backend.REFERENCE), sequences, 4)
+    found = gradient(trainer(case, Backend.SM90), sequences, 4)
+    for name, want in expected.items():
+        error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
+        assert error <= 5e-3, f"{name}: {error:.2g} of its norm"
+
+
+def _rows(*shape: int, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("at_once", (2, 4))
+def test_sums_over_tokens_are_one_tree_however_many_are_made_at_once(at_once):
+    """Four shares of eight leaves: two and two, or all side by side, as a GPU has them.
+
+    The control adds the shares left to right.
+    """
+    a, b = _rows(4, 512, 64, seed=1), _rows(4, 512, 128, seed=2)
+    expected = np.asarray(composed.token_sum(REFERENCE_FORWARD, a, b, None))
+    shares = [
+        np.asarray(composed.token_sum(REFERENCE_FORWARD, a[i : i + 1], b[i : i + 1], None))
+        for i in range(4)
+    ]
+    assert_order_sensitive(np.stack(shares, axis=-1))
+    wide = dataclasses.replace(REFERENCE_FORWARD, at_once=at_once * 64 * 128)
+    found = np.asarray(composed.token_sum(wide, a, b, None))
+    assert_bitwise_equal(found, expected, claim=f"{at_once} shares at once")
+    in_order = ((shares[0] + shares[1]) + shares[2]) + shares[3]
+    assert count_different_bits(in_order, expected) > 0
+
+
+@pytest.mark.invariance
+def test_heads_have_their_gradients_however_many_are_made_at_once():
+    """Two sequences of two query heads: one after the other, two at once, and all four.
+
+    The control adds keys, queries and channels backwards.
+    """
+    q, out, of_out = (_rows(2, 2, 128, 16, seed=i) for i in range(3))
+    k, v = (_rows(2, 1, 128, 16, seed=i) for i in (3, 4))
+
+    def backwards(x, w, bias, **options):
+        return REFERENCE_FORWARD.linear(x[:, ::-1], w[:, ::-1], bias, **options)
+
+    def gradients(at_once: int, linear=REFERENCE_FORWARD.linear) -> list[np.ndarray]:
+        kernels = dataclasses.replace(REFERENCE_FORWARD, at_once=at_once * 128**2, linear=linear)
+        run = jax.jit(functools.partial(composed.attention_gradient, kernels, window=None))
+        return [np.asarray(x) for x in run(q, k, v, out, of_out, None)]
+
+    expected = gradients(0)
+    assert_order_sensitive(np.asarray(out, np.float32) * np.asarray(of_out, np.float32))
+    for at_once in (2, 4):
+        for x, y in zip(gradients(at_once), expected, strict=True):
+            assert_bitwise_equal(x, y, claim=f"{at_once} heads at once")
+    turned = gradients(4, backwards)
+    assert all(count_different_bits(x, y) > 0 for x, y in zip(turned, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("count", (1, 4))
+def test_gradients_are_traced_for_a_gpu(case, count, sequences):
+    """On any machine: shapes and dtypes that a kernel does not take are refused."""
+    model = dummy_model(CONFIGS[case])
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=Backend.SM90, tp=1)
+    masters = master_params(model)
+    trained = masters if case != "lora" else first_adapter(model.config, LORA, seed=0)
+
+    def run(params, batch):
+        whole = with_adapter(masters, params, LORA) if case == "lora" else params
+        return jnp.sum(token_logprobs(ctx, whole, model.rope_tables, batch, remat=False)[0])
+
+    found = jax.eval_shape(jax.grad(run), trained, pack(sequences[:count], length=LENGTH))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, trained)
