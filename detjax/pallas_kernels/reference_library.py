@@ -27,7 +27,7 @@ from jax.interpreters import mlir
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.reference_tables import mapped_tables
+from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_steps
 
 LOG = logging.getLogger(__name__)
 
@@ -129,20 +129,15 @@ def _compiled() -> Path:
     return path
 
 
-def _set_tables(loaded: ctypes.CDLL, folder: Path) -> None:
-    """Give the library its tables, for which every operation waits; tell it if there are none."""
-    where = None
+def _fill_tables(loaded: ctypes.CDLL) -> None:
+    """Fill the tables, for which every operation waits; tell it if they cannot be read."""
+    pointers = [None] * len(FUNCTIONS)
     try:
-        _kept_tables().append(tables := mapped_tables(folder))
-        where = tables.ctypes.data_as(ctypes.c_void_p)
+        steps = special_function_steps()
+        assert all(one.dtype == np.int8 and one.flags.c_contiguous for one in steps)
+        pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in steps]
     finally:
-        loaded.detjax_set_tables(where)
-
-
-@functools.cache
-def _kept_tables() -> list[np.ndarray]:
-    """What the library reads until the process ends."""
-    return []
+        loaded.detjax_set_tables(*pointers)
 
 
 @functools.cache
@@ -154,10 +149,9 @@ def library() -> ctypes.CDLL:
         RuntimeError: If it fails.
         OSError: If the cache cannot be used.
     """
-    path = _compiled()
-    loaded = ctypes.CDLL(str(path))
-    # WHY: nothing waits for them until the first operation runs.
-    threading.Thread(target=_set_tables, args=(loaded, path.parent), daemon=True).start()
+    loaded = ctypes.CDLL(str(_compiled()))
+    # WHY: a third of a second that nothing waits for until the first operation runs.
+    threading.Thread(target=_fill_tables, args=(loaded,), daemon=True).start()
     for name in OPERATIONS:
         handler = jax.ffi.pycapsule(getattr(loaded, f"{PREFIX}{name}"))
         jax.ffi.register_ffi_target(f"{PREFIX}{name}", handler, platform=Backend.REFERENCE.platform)

@@ -11,7 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import blake3
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,7 +23,7 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.abstract import why_unsupported
 from detjax.models.hf_config import load_config
 from detjax.numerics import NumericsProfile, tree_reduction
-from detjax.pallas_kernels import reference, reference_library, reference_tables, tensor_core
+from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
@@ -37,11 +36,7 @@ from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
 from detjax.pallas_kernels.moe import api as moe
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.reference_tables import (
-    FUNCTIONS,
-    mapped_tables,
-    special_function_tables,
-)
+from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_tables
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 from detjax.pallas_kernels.sm90_rows import pairwise
 from detjax.pallas_kernels.softcap.api import softcap
@@ -1013,10 +1008,10 @@ def test_compiling_is_said_and_happens_once(monkeypatch, tmp_path, caplog):
 
 BROKEN_TABLES = """
 from detjax.pallas_kernels import reference_library
-def broken(folder):
+def broken():
     raise OSError("gone")
 if {is_broken}:
-    reference_library.mapped_tables = broken
+    reference_library.special_function_steps = broken
 import jax.numpy as jnp
 from detjax.pallas_kernels.rms_norm.reference import rms_norm
 ones = jnp.ones((1, 64), jnp.bfloat16)
@@ -1027,42 +1022,10 @@ print(rms_norm(ones, ones[0], eps=1e-6)[0, 0])
 @pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_operations_wait_for_the_tables_and_fail_where_they_cannot_be_read(is_broken):
-    """They are read by a thread, after the library is loaded."""
+    """They are filled by a thread, after the library is loaded."""
     code = BROKEN_TABLES.format(is_broken=is_broken)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if is_broken:
         assert run.returncode and "tables of special functions could not be read" in run.stderr
     else:
         assert run.stdout.strip() == "1", run.stderr
-
-
-def test_the_file_of_tables_is_made_once_and_again_when_a_byte_has_changed(tmp_path, monkeypatch):
-    small, made = np.arange(64, dtype=np.uint32), []
-
-    def make():
-        made.append(1)
-        return small[:32], small[32:]
-
-    monkeypatch.setattr(reference_tables, "special_function_tables", make)
-    monkeypatch.setattr(reference_tables, "DIGEST", blake3.blake3(small.tobytes()).hexdigest())
-    for _ in range(2):
-        assert_bitwise_equal(mapped_tables(tmp_path), small, claim="the file has the tables")
-    assert len(made) == 1
-    (file,) = tmp_path.iterdir()
-    for damaged in (small.tobytes()[:-1] + b"\1", small.tobytes()[:-4], b""):
-        file.write_bytes(damaged)
-        assert_bitwise_equal(mapped_tables(tmp_path), small, claim="they are made again")
-        assert file.read_bytes() == small.tobytes() and list(tmp_path.iterdir()) == [file]
-    assert len(made) == 4
-
-
-def test_tables_that_cannot_be_kept_are_made_and_others_are_refused(tmp_path, monkeypatch, caplog):
-    small = np.arange(64, dtype=np.uint32)
-    monkeypatch.setattr(reference_tables, "special_function_tables", lambda: (small,))
-    monkeypatch.setattr(reference_tables, "DIGEST", blake3.blake3(small.tobytes()).hexdigest())
-    made = mapped_tables(tmp_path / "none")
-    assert_bitwise_equal(made, small, claim="a folder that is not there takes nothing away")
-    assert "is not kept (No such file or directory)" in caplog.text
-    small[5] += 1
-    with pytest.raises(ValueError, match="detjax is not whole"):
-        mapped_tables(tmp_path)

@@ -8,7 +8,7 @@
 
 namespace detjax {
 
-// The tables are read by a thread of their own while a program is still being loaded.
+// The tables are filled by a thread of their own while a program is still being loaded.
 enum class Filled : int { kNotYet, kYes, kNever };
 inline std::atomic<Filled> filled{Filled::kNotYet};
 inline std::mutex filling;
