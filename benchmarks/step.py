@@ -134,6 +134,7 @@ MODELS = {
         "Qwen3_5ForCausalLM", hidden_size=2560, intermediate_size=9216, num_hidden_layers=32,
         tie_word_embeddings=True,
     ),
+    "qwen35_35b_a3b": _published("Qwen3_5MoeForCausalLM"),
     "gemma3_4b": _published(
         "Gemma3ForCausalLM", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
         num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024,

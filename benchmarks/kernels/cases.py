@@ -16,6 +16,8 @@ from benchmarks.common import COPY_BYTES_PER_S, MATRIX_FLOP_PER_S, random_bf16
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.delta_rule.api import delta_rule
+from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_swiglu
 from detjax.pallas_kernels.moe.api import route_mlp_add_rms_norm
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
@@ -396,9 +398,46 @@ def experts(counts: Sequence[int]) -> Iterator[Kernel]:
         )  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------ recurrence
+
+
+def recurrence(counts: Sequence[int]) -> Iterator[Kernel]:
+    """Gated DeltaNet of Qwen3.5 35B-A3B: a new token a sequence, in the middle of a block."""
+    num_keys, group, dim, taps, behind = 16, 2, 128, 4, 32
+    mixed = (2 + group) * dim
+    row = -(-(mixed + 2 * group + 1) // 8) * 8
+
+    def draw(most):
+        kept = random_bf16((1, most, 1, num_keys, PAGE, row), 31)
+        # How many tokens a state has behind it.
+        kept = kept.at[:, :, :, :, 0, -1].set(behind)
+        shape = 1, most, PAGE // STATE_BLOCK, num_keys * group, dim, dim
+        gates = jnp.zeros((num_keys, group), F32)
+        return [
+            (
+                random_bf16((most, num_keys, row), 32), kept,
+                jax.random.normal(jax.random.key(33), shape, F32),
+                random_bf16((num_keys, taps, mixed), 34), gates, gates,
+                jnp.arange(most, dtype=jnp.int32)[:, None], jnp.full((most, 1), behind, jnp.int32),
+            )
+        ]  # fmt: skip
+
+    def run(rows, kept, states, filters, decay, step, table, positions):
+        return delta_rule(
+            rows, filters, (decay, step), kept, states, table, positions, layer=0, backend=SM90
+        )[0]
+
+    for part in ("detjax_delta", "detjax_delta_rule"):
+        yield Kernel(
+            subject="delta", facts=lambda m, part=part: {"case": part, "batch": m},
+            counts=rows_of(counts, 256), draw=draw, axes=(0, None, None, None, None, None, 0, 0),
+            run=run, only=part, num_bytes=lambda m: 8.0 * m * num_keys * group * dim * dim,
+        )  # fmt: skip
+
+
 SUBJECTS: dict[str, Callable[[Sequence[int]], Iterator[Kernel]]] = {
     "linear": products, "prefill": prefill, "decode": decode, "rows": row_operations,
-    "choice": choices, "moe": experts, "float32": float32_products,
+    "choice": choices, "moe": experts, "float32": float32_products, "delta": recurrence,
     "prefill_256": functools.partial(prefill, layout=WIDE_LAYOUT, subject="attention_256"),
     "decode_256": functools.partial(decode, layout=WIDE_LAYOUT, subject="attention_256"),
 }  # fmt: skip

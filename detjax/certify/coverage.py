@@ -7,15 +7,12 @@ from collections.abc import Collection
 from detjax.cli.options import DTYPES
 from detjax.defaults import AUTO
 from detjax.engine.config import MODES
-from detjax.models.abstract import why_unsupported, why_withheld
+from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
-from detjax.models.family import Family
-from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import TP_AXIS
 
 THIS = "this model"
@@ -54,8 +51,9 @@ TESTED: dict[tuple[str, str, str, str], str] = {
     **{
         (name, "bfloat16", "sm90", "invariant"): "tests/invariance/test_families_sm90.py"
         for name in (
-            "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "olmo2", "olmo3",
-            "phi3", "qwen3_5_text", "seed_oss", "smollm3",
+            "exaone4", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "granite",
+            "ministral3", "olmo2", "olmo3", "phi3", "qwen2_moe", "qwen3_5_moe_text",
+            "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3",
         )
     },
 }  # fmt: skip
@@ -75,28 +73,6 @@ REFUSED: dict[tuple[str, Backend], str] = {
 }
 """What a backend refuses in every family, by dtype. Tracing each of them takes seconds: a test does
 that, and finds the same."""
-
-
-PUBLISHED_HEAD_DIM = 128
-"""Channels of a head, of most published models."""
-
-
-def typical_config(family: Family) -> ModelConfig:
-    """A family's defaults, as a model.
-
-    Where it has no heads by default, as their width is no multiple of their number, those of most.
-    """
-    head_dim = family.defaults["head_dim"] or PUBLISHED_HEAD_DIM
-    return config_from_hf({"architectures": [family.architectures[0]], "head_dim": head_dim})
-
-
-def refused_in(family: Family) -> dict[tuple[str, Backend], str]:
-    """Return why each backend refuses published models of a family, by dtype, without tracing."""
-    config = typical_config(family)
-    withheld = {backend: why_withheld(config, KERNELS[backend], 1) for backend in Backend}
-    return REFUSED | {
-        (dtype, backend): why for dtype in DTYPES for backend, why in withheld.items() if why
-    }
 
 
 def refusals(
@@ -142,7 +118,7 @@ def coverage_map(
         return "proven here" if is_proven else "not proven"
 
     own = refusals(model.config, model.mesh.shape[TP_AXIS], model.profile.kv_cache_dtype)
-    refused = {THIS: own} | {family.name: refused_in(family) for family in FAMILIES}
+    refused = {THIS: own} | {family.name: REFUSED for family in FAMILIES}
     names = THIS, *(family.name for family in FAMILIES)
     return [
         (name, dtype, backend.value, mode, state(name, dtype, backend, mode))

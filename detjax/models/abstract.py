@@ -16,7 +16,6 @@ from detjax.models.pages import cache_of
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_set import KernelSet
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.exchange import modules_of
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -50,21 +49,7 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    if withheld := why_withheld(config, KERNELS[backend], tp):
-        return withheld
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
-
-
-def why_withheld(config: ModelConfig, kernels: KernelSet, tp: int) -> str | None:
-    """What of this model no run has proven with these kernels, though they may take it."""
-    withheld, is_hybrid = kernels.withheld, config.linear_attention is not None
-    reasons = (
-        withheld.linear_ranks if is_hybrid and tp > 1 else "",
-        withheld.query_angles if config.query_rope is not None else "",
-        withheld.sigmoid_routers if config.has_sigmoid_router else "",
-        withheld.shared_experts if config.has_shared_expert else "",
-    )
-    return next(filter(None, reasons), None)
 
 
 def why_weights_unsupported(

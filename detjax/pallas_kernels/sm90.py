@@ -69,44 +69,9 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld = Withheld(
-    linear_ranks=(
-        "linear attention on ranks that share layers is withheld on sm90: no run on several GPUs "
-        "has shown its bits; use tp=1, or the backend reference or portable"
-    ),
-    query_angles=(
-        "queries scaled by position are withheld on sm90: no run on a GPU has shown the bits of "
-        "kernels that turn queries and keys by different angles; use the backend reference or "
-        "portable, or a context (--max-len) of at most original_max_position_embeddings, where no "
-        "query is scaled"
-    ),
-    shared_experts=(
-        "shared experts are withheld on sm90: no run on a GPU has shown the bits of a mixture "
-        "with one; use the backend reference or portable"
-    ),
-    sigmoid_routers=(
-        "routers of sigmoids are withheld on sm90: no run on a GPU has shown the bits of their "
-        "choice and of their float32 weights; use the backend reference or portable"
-    ),
-    head_ranks=(
-        "heads on ranks that share layers are withheld on sm90: no run on several GPUs has shown "
-        "their bits; use tp=1, dp for more devices, or backend portable"
-    ),
-    mtp_heads=(
-        "MTP heads are withheld on sm90: no run on a GPU has shown the bits of a model that one "
-        "drafts for; use another method of speculative_config, or the backend reference or portable"
-    ),
-    local_pages=(
-        "local layers with a page table of their own are withheld on sm90: no run on a GPU has "
-        "shown their bits; leave num_local_pages out (0), or use the backend reference or portable"
-    ),
     expert_gradients=(
         "canonical gradients of mixtures of experts are withheld on sm90: no run on a GPU has "
         "shown their bits; give backward=Backward.XLA (--backward xla), or the backend reference "
-        "or portable"
-    ),
-    shared_training=(
-        "ranks that share layers in training are withheld on sm90: no run on several GPUs has "
-        "shown their bits; leave out shares_layers (--trainer-tp), or give the backend reference "
         "or portable"
     ),
 )

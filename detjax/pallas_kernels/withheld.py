@@ -9,23 +9,7 @@ class Withheld:
     """Why each is refused and what to do instead; empty where it is not.
 
     Attributes:
-        linear_ranks: Linear attention where ranks share a layer.
-        query_angles: Models whose queries have other angles than keys.
-        shared_experts: Mixtures with an expert that every token has.
-        sigmoid_routers: Mixtures whose router takes sigmoids, and has float32 weights.
-        head_ranks: Heads that draft where ranks share the model's layers.
-        mtp_heads: Heads of multi-token prediction.
         expert_gradients: A canonical backward pass of mixtures of experts.
-        shared_training: Ranks of a trainer that share layers.
-        local_pages: A page table of their own for local layers.
     """
 
-    linear_ranks: str = ""
-    query_angles: str = ""
-    shared_experts: str = ""
-    sigmoid_routers: str = ""
-    head_ranks: str = ""
-    mtp_heads: str = ""
     expert_gradients: str = ""
-    shared_training: str = ""
-    local_pages: str = ""

@@ -118,7 +118,7 @@ def random_mtp_head(model: LoadedModel, layout: MtpLayout, *, seed: int = 0) -> 
 
 
 def abstract_mtp_head(model: LoadedModel, layout: MtpLayout) -> DraftHead:
-    """A head as shapes, beside a model of shapes, withheld or not."""
+    """A head as shapes, beside a model of shapes."""
     head_config = mtp_config(model.config, layout)
 
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:

@@ -386,8 +386,6 @@ def _check_training(
             raise ValueError(withheld)
     if tp > 1 and lora is not None:
         raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
-    if tp > 1 and (withheld := KERNELS[model.backend].withheld.shared_training):
-        raise ValueError(withheld)
     if why := why_layers_not_shared(model.config, model.profile, tp, backward):
         raise ValueError(why)
 

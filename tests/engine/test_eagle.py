@@ -19,7 +19,6 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.heads.features import text_states
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.backend import Backend
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, dummy_tensors, reference_drafts
 from detjax.testing.programs import plain_key
@@ -397,12 +396,6 @@ def test_a_head_that_reads_layers_which_there_are_not_is_refused(model):
     eagle = dataclasses.replace(HEAD, feature_layers=(1, 2, 4))
     with pytest.raises(ValueError, match=r"\(1, 2, 4\) must be from 1 to 3: the model has 4"):
         dummy_head(model, eagle)
-
-
-def test_a_head_on_ranks_is_refused_where_no_run_has_shown_its_bits():
-    on_gpus = dataclasses.replace(dummy_model(MODEL, tp=2), backend=Backend.SM90)
-    with pytest.raises(ValueError, match="tp=2: heads on ranks that share layers are withheld"):
-        dummy_head(on_gpus, HEAD)
 
 
 def test_a_head_whose_channels_ranks_cannot_share_is_refused():

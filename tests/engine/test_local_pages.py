@@ -27,7 +27,6 @@ from detjax.engine.scheduling.local_pages import UNBOUND, LocalPages
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.sizing import choose_sizes
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
@@ -320,12 +319,3 @@ def test_a_number_that_does_not_fit_is_refused(options, says):
 def test_a_model_without_local_layers_refuses_a_number():
     with pytest.raises(ValueError, match="for models of which some layers have a sliding window"):
         check_local_pages(dummy_model(dummy_config()), EngineConfig(num_local_pages=40))
-
-
-def test_it_is_withheld_where_no_gpu_has_shown_its_bits():
-    made = dataclasses.replace(model(), backend=Backend.SM90)
-    config = EngineConfig(batch_size=3, max_len=768)
-    assert enough_local(made, config, 800) == 0
-    with pytest.raises(ValueError, match="withheld on sm90: no run on a GPU"):
-        check_local_pages(made, dataclasses.replace(config, num_local_pages=60))
-    assert "local layers" in sm90.withheld.local_pages

@@ -26,9 +26,8 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.config import LinearAttentionConfig
-from detjax.models.heads.head import DraftHead, check_head
+from detjax.models.heads.head import DraftHead
 from detjax.models.heads.mtp import load_mtp_head
-from detjax.models.heads.mtp_config import mtp_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile
@@ -315,13 +314,6 @@ def test_a_head_goes_with_its_method_alone(model, head):
         Engine(model, EngineConfig(**SIZES, draft_weights="eagle3"), draft_model=head)
     with pytest.raises(ValueError, match="'mtp' does not go with a model as draft_model"):
         Engine(model, EngineConfig(**SIZES, **MTP), draft_model=model)
-
-
-def test_a_head_on_gpus_is_refused_where_no_run_has_shown_its_bits(model, family):
-    on_gpus = dataclasses.replace(model, backend=Backend.SM90)
-    config = mtp_config(CONFIGS[family], layout(family))
-    with pytest.raises(ValueError, match="MTP heads are withheld on sm90: no run on a GPU"):
-        check_head(config, on_gpus)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP heads on a Hopper GPU: no bit of an answer differs. They are withheld until this has run.
+"""MTP heads on a Hopper GPU: no bit of an answer differs.
 
 Heads have random weights. Two drafts of three are replaced by the right tokens, so windows of every
 length are accepted.
@@ -23,8 +23,6 @@ from detjax.models.family import MtpLayout
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.mtp import random_mtp_head
 
@@ -52,11 +50,6 @@ SIZES = {"batch_size": 4, "prefill_chunk": 128, "max_len": 384, "self_check": "o
 DRAFTS = {"draft_weights": "mtp", "verify_window": 5, "verify_rows": 4, "verify_patience": 0}
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_withheld(monkeypatch):
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
-
-
 def layout_of(family: str) -> MtpLayout:
     found = family_named(family)
     assert found is not None and found.mtp is not None
@@ -64,8 +57,8 @@ def layout_of(family: str) -> MtpLayout:
 
 
 @cache
-def model(family: str) -> LoadedModel:
-    return dummy_model(CONFIGS[family], backend=Backend.SM90)
+def model(family: str, tp: int = 1) -> LoadedModel:
+    return dummy_model(CONFIGS[family], tp=tp, backend=Backend.SM90)
 
 
 @cache
@@ -75,7 +68,9 @@ def plain(family: str) -> Completion:
     return done
 
 
-def drafted(family: str, *, count: int = 4, **changes) -> tuple[list[Completion], Engine]:
+def drafted(
+    family: str, *, count: int = 4, tp: int = 1, **changes
+) -> tuple[list[Completion], Engine]:
     """Answers to the request, so many times at once."""
     text = np.array([*PROMPT, *plain(family).token_ids, *range(8)], np.int32)
     text = np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text)
@@ -85,8 +80,8 @@ def drafted(family: str, *, count: int = 4, **changes) -> tuple[list[Completion]
 
     layout = layout_of(family)
     made = Engine(
-        model(family), EngineConfig(**SIZES | DRAFTS | changes),
-        draft_model=random_mtp_head(model(family), layout), candidates=mostly_right,
+        model(family, tp), EngineConfig(**SIZES | DRAFTS | changes),
+        draft_model=random_mtp_head(model(family, tp), layout), candidates=mostly_right,
     )  # fmt: skip
     return made.generate([ASKED] * count), made
 
@@ -96,6 +91,15 @@ def drafted(family: str, *, count: int = 4, **changes) -> tuple[list[Completion]
 @pytest.mark.parametrize("family", CONFIGS)
 def test_drafts_of_a_head_change_no_bit(family, mode):
     answers, made = drafted(family, mode=mode)
+    assert [done.digest() for done in answers] == [plain(family).digest()] * 4
+    assert 0.3 < made.stats().drafts["mtp"].acceptance < 0.9
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.invariance
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_head_beside_ranks_that_share_layers_changes_no_bit(family):
+    answers, made = drafted(family, tp=2)
     assert [done.digest() for done in answers] == [plain(family).digest()] * 4
     assert 0.3 < made.stats().drafts["mtp"].acceptance < 0.9
 

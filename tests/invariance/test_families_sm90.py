@@ -5,13 +5,11 @@ The golden folders have heads that its kernels do not take, so the models here h
 and wider layers.
 """
 
-import contextlib
 import dataclasses
 import json
 import zlib
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,9 +28,7 @@ from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import LoadedModel
 from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
@@ -43,18 +39,15 @@ CASES = (
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
-WITHHELD = {
-    "ministral3": "query_angles",
-    "qwen2_moe": "shared_experts",
-    "qwen3_5_moe": "shared_experts",
-    "qwen3_next": "shared_experts",
-    "glm4_moe": "sigmoid_routers",
-}
-"""Cases that `sm90` refuses until the tests here have run on a GPU, and the field of `Withheld`."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
+MAX_OTHER_ROUTES = 0.02
+"""Share of the tokens that may go to other experts, as two of them are nearly as good for a token.
+
+`reference`, which has the bits of `sm90`, sends 1 token of 200 elsewhere in two of five families.
+"""
 
 
 def config_of(case: str) -> ModelConfig:
@@ -88,11 +81,8 @@ def config_of(case: str) -> ModelConfig:
 
 
 @cache
-def model(case: str, backend: Backend = Backend.SM90) -> LoadedModel:
-    with contextlib.ExitStack() as stack:
-        if case in WITHHELD:
-            stack.enter_context(mock.patch.object(sm90, "withheld", Withheld()))
-        return dummy_model(config_of(case), backend=backend)
+def model(case: str, backend: Backend = Backend.SM90, tp: int = 1) -> LoadedModel:
+    return dummy_model(config_of(case), backend=backend, tp=tp)
 
 
 def requests() -> list[Request]:
@@ -107,10 +97,10 @@ def requests() -> list[Request]:
 
 
 def answers(
-    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90
+    case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90, *, tp: int = 1
 ) -> list[Completion]:
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
-    return Engine(model(case, backend), config).generate(requests())
+    return Engine(model(case, backend, tp), config).generate(requests())
 
 
 def crc_of(found: list[Completion]) -> int:
@@ -173,14 +163,8 @@ def test_the_kernels_take_projections_of_any_published_number_of_heads(num_value
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 1) is None
 
 
-def test_ranks_of_linear_attention_are_withheld():
-    """No run on several GPUs has shown their bits."""
-    reason = why_unsupported(config_of("qwen3_5_wide"), NumericsProfile(), Backend.SM90, 2)
-    assert reason is not None and "no run on several GPUs" in reason
-
-
 @pytest.mark.slow
-def test_the_kernels_would_take_ranks_of_linear_attention():
+def test_the_kernels_take_ranks_of_linear_attention():
     """Their products are whole blocks."""
     config = config_of("qwen3_5_wide")
     assert abstract._why_not_traced(config, NumericsProfile(), Backend.SM90, 2) is None
@@ -203,7 +187,7 @@ def test_batch_chunk_and_path_change_nothing(case):
         assert_bitwise_equal(np.array(prefilled, np.float32), decoded, claim=f"{case}: path")
 
 
-def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
+def num_unlike_with_local_pages(case: str, backend: Backend, tp: int = 1) -> int:
     """Answers that differ between the fewest local pages and as many as other layers have."""
     config = dataclasses.replace(config_of(case), max_position_embeddings=1024)
     rng, found = np.random.default_rng(7), []
@@ -214,13 +198,12 @@ def num_unlike_with_local_pages(case: str, backend: Backend) -> int:
         )
         for i, length in enumerate((5, 300, 120, 640, 505, 33))
     ]
-    sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=768)
-    with mock.patch.object(sm90, "withheld", Withheld()):
-        made = dummy_model(config, backend=backend)
-        for num_local in (0, least_local(made, sizes)):
-            engine = Engine(made, dataclasses.replace(sizes, num_local_pages=num_local))
-            found += [engine.generate(asked), engine.generate(asked)]
-            assert engine.stats().num_self_check_differences == 0
+    sizes = EngineConfig(batch_size=3, prefill_chunk=64, max_len=1024)
+    made = dummy_model(config, backend=backend, tp=tp)
+    for num_local in (0, least_local(made, sizes)):
+        engine = Engine(made, dataclasses.replace(sizes, num_local_pages=num_local))
+        found += [engine.generate(asked), engine.generate(asked)]
+        assert engine.stats().num_self_check_differences == 0
     want, *others = [[(c.token_ids, crc_of([c])) for c in one] for one in found]
     assert 0 < num_local < engine.stats().num_pages
     return sum(a != b for one in others for a, b in zip(one, want, strict=True))
@@ -233,8 +216,15 @@ def test_fewer_pages_for_local_layers_change_nothing(case):
     assert num_unlike_with_local_pages(case, Backend.SM90) == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
+def test_fewer_pages_for_local_layers_change_nothing_on_two_ranks(case):
+    assert num_unlike_with_local_pages(case, Backend.SM90, tp=2) == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("case", ["gemma3", "olmo3", "qwen3_5"])
 def test_fewer_pages_for_local_layers_change_nothing_on_the_reference(case):
     """The same on a CPU, so that the test itself has run."""
     assert num_unlike_with_local_pages(case, Backend.REFERENCE) == 0
@@ -275,25 +265,62 @@ def test_whole_answers_have_the_bits_of_the_reference(case):
     assert crc_of(answers(case, batch_size=4, prefill_chunk=64)) == WANTED[case]
 
 
-@pytest.mark.parametrize("case", WITHHELD)
-def test_what_no_gpu_has_shown_is_withheld_by_name(case):
-    reason = why_unsupported(config_of(case), NumericsProfile(), Backend.SM90, 1)
-    assert reason == getattr(sm90.withheld, WITHHELD[case])
-    assert "withheld on sm90: no run on a GPU" in reason
+ON_TWO_RANKS = (
+    "qwen3_5_moe", "glm4_moe", "gpt_oss", "qwen3_5_wide", "gemma3", "qwen2_moe", "qwen3_5",
+    "ministral3", "qwen3_next", "olmo3", "gemma2", "phi4_longrope",
+)  # fmt: skip
+"""Cases whose layers have parts that others do not: each kind of attention, norm and mixture."""
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_ranks_that_share_layers_change_nothing(case):
+    """Two ranks, in a batch of 8 and chunks of 48, and one, in a batch of 4 and chunks of 64."""
+    wanted = WANTED.get(case)
+    if wanted is None:
+        wanted = crc_of(answers(case, 4, 64))
+    assert crc_of(answers(case, 8, 48, tp=2)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.control
+def test_control_the_ranks_of_xla_give_other_answers():
+    """`fast` adds ranks by psum, whose order is not that of one rank."""
+    asked = [dataclasses.replace(request, is_deterministic=False) for request in requests()]
+    config = EngineConfig(batch_size=4, prefill_chunk=64, max_len=256, mode="fast")
+    fast = [Engine(model("gemma3", tp=tp), config).generate(asked) for tp in (1, 2)]
+    assert crc_of(fast[0]) != crc_of(fast[1])
+
+
+def share_of_distant_rows(case: str, backend: Backend) -> float:
+    """Tokens whose logits are further than `MAX_DISTANCE` from those of `portable`."""
+    ids = np.random.default_rng(3).integers(0, 320, 200)
+    table = np.arange(2, dtype=np.int32).reshape(1, 2)
+    logits = []
+    for one in (backend, Backend.PORTABLE):
+        made = model(case, one)
+        _, found = scoring_step(made)(empty_pages(made, 2), batch_of([(ids, 0)], table))
+        logits.append(np.asarray(found, np.float64).reshape(len(ids), -1))
+    distances = np.abs(logits[0] - logits[1]).max(axis=1) / logits[1].std()
+    worst = ", ".join(f"{x:.3f}" for x in np.sort(distances)[:-4:-1])
+    print(f"{case}: logits of tokens differ by {worst} of their spread at most")
+    return float((distances >= MAX_DISTANCE).mean())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_near_those_of_the_portable_backend(case):
     """Whose goldens transformers computed: the operations are the same, their order is not."""
-    ids = np.random.default_rng(3).integers(0, 320, 200)
-    table = np.arange(2, dtype=np.int32).reshape(1, 2)
-    logits = []
-    for backend in (Backend.SM90, Backend.PORTABLE):
-        made = model(case, backend)
-        _, found = scoring_step(made)(empty_pages(made, 2), batch_of([(ids, 0)], table))
-        logits.append(np.asarray(found, np.float64))
-    scale = logits[1].std()
-    distance = np.abs(logits[0] - logits[1]).max() / scale
-    print(f"{case}: logits differ by {distance:.3f} of their spread")
-    assert distance < MAX_DISTANCE
+    allowed = MAX_OTHER_ROUTES if config_of(case).experts is not None else 0.0
+    assert share_of_distant_rows(case, Backend.SM90) <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma2", "qwen2_moe", "qwen3_5_moe"])
+def test_logits_of_the_reference_are_near_those_of_the_portable_backend(case):
+    """The same on a CPU, so that the test itself has run."""
+    allowed = MAX_OTHER_ROUTES if config_of(case).experts is not None else 0.0
+    assert share_of_distant_rows(case, Backend.REFERENCE) <= allowed

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule import portable, sm90
+from detjax.pallas_kernels.delta_rule import portable, sm90, sm90_step
 from detjax.pallas_kernels.delta_rule.sm90_plan import begin_of, plan_sequences
 from detjax.pallas_kernels.output_gate import portable as portable_gate
 from detjax.pallas_kernels.output_gate import sm90 as output_gate
@@ -231,6 +231,24 @@ def test_one_token_in_interpret_mode_is_near_that_of_portable():
     assert np.abs(outs[1]).max() > 2.0**-6
     # Tolerance: float32 sums of 32 terms over two updates.
     assert np.abs(outs[0] - outs[1]).max() <= 2.0**-20 * np.abs(outs[1]).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", (1, 2))
+def test_a_token_at_a_time_in_interpret_mode(together, monkeypatch):
+    """Steps of decode have a kernel of their own, whose CTAs take one slice of a state or all."""
+    monkeypatch.setattr(sm90_step, "slices_together", lambda num_states, dim: together)
+    jax.clear_caches()  # what is patched is no part of their keys
+    sizes, bounds = Sizes(keys=1, group=1, dim=64), range(4)
+    tokens = tokens_of(sizes, 3, 3)
+    outs = []
+    for padded in (1, 2):
+        cache = Cache(sizes, 1, interpret=True)
+        outs.append((cache.run(tokens, bounds, [0], padded=padded), cache.states[1, 0, 0]))
+    for one, other in zip(*outs, strict=True):
+        assert np.abs(other).max() > 2.0**-9
+        # Tolerance: float32 sums of 64 terms over three updates, which XLA fuses in other ways.
+        assert np.abs(one - other).max() <= 2.0**-20 * np.abs(other).max()
 
 
 @pytest.mark.parametrize("width", quick_and_slow((128,), (64,)))

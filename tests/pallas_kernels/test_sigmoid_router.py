@@ -187,5 +187,5 @@ def test_the_kernel_knows_no_batch(num_experts):
     for count in (1, 2, 6, 100):
         for found, want in zip(run(logits[-count:]), whole, strict=True):
             assert_bitwise_equal(found, want[-count:], claim="a route knows no batch")
-    shifted = run(logits, correction=correction + 0.01 * jnp.arange(num_experts))
+    shifted = run(logits, correction=correction + 0.01 * jnp.arange(num_experts, dtype=F32))
     assert count_different_bits(shifted[0], whole[0]) > 0, "the control"

@@ -12,8 +12,6 @@ import optax
 import pytest
 
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -314,21 +312,10 @@ def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options
         )  # fmt: skip
 
 
-def test_ranks_share_no_layers_where_it_is_withheld(monkeypatch):
-    model = dummy_model(dummy_config(num_layers=1, num_kv_heads=4))
-    withheld = Withheld(shared_training="not shown yet")
-    monkeypatch.setattr(KERNELS[model.backend], "withheld", withheld)
-    with pytest.raises(ValueError, match="not shown yet"):
-        Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 2), clip_norm=1.0, shares_layers=True)
-    assert "--trainer-tp" in KERNELS[Backend.SM90].withheld.shared_training
-
-
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 @pytest.mark.invariance
-def test_two_gpus_that_share_layers_have_the_weights_of_one(sequences, monkeypatch):
-    """It is withheld until this has run."""
-    monkeypatch.setattr(KERNELS[Backend.SM90], "withheld", Withheld(), raising=False)
+def test_two_gpus_that_share_layers_have_the_weights_of_one(sequences):
     config = dummy_config(
         num_layers=1, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=64,
         intermediate_size=1024, qk_norm=True,

@@ -18,7 +18,6 @@ from detjax.engine.config import (
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.mesh import DP_AXIS
 
 ROOM_STEP_BYTES = 2**26
@@ -77,8 +76,7 @@ def enough_local(model: LoadedModel, config: EngineConfig, num_pages: int) -> in
     0, which gives these layers the pages of the others, where it is no fewer or not possible.
     """
     least, dp = least_local(model, config), model.mesh.shape[DP_AXIS]
-    is_withheld = KERNELS[model.backend].withheld.local_pages
-    if is_withheld or config.draft_weights in DRAFTS_OF_OTHERS:
+    if config.draft_weights in DRAFTS_OF_OTHERS:
         return 0
     return least and with_prefixes(least, num_pages, *page_bytes(model), dp=dp)
 
@@ -123,8 +121,6 @@ def check_local_pages(model: LoadedModel, config: EngineConfig) -> None:
             f"num_local_pages={asked} is for models of which some layers have a sliding window or "
             "linear attention, and others read all tokens; leave it out (0)"
         )
-    if why := KERNELS[model.backend].withheld.local_pages:
-        raise ValueError(f"num_local_pages={asked}: {why}")
     if config.draft_weights in DRAFTS_OF_OTHERS:
         raise ValueError(
             f"num_local_pages={asked} does not go with draft_weights={config.draft_weights!r}: a "

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.defaults import EAGLE3, MTP
+from detjax.defaults import EAGLE3
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
 from detjax.models.fast import FastOps, local_logits_fast, product, projected_heads, rms_norm
@@ -34,7 +34,6 @@ from detjax.models.transformer import Stream, decoder_layer
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -105,14 +104,9 @@ def check_head(head_config: HeadConfig, model: LoadedModel) -> None:
     """Refuse a head that cannot run beside a model.
 
     Raises:
-        ValueError: If the kernels refuse its layer, or no run has shown such heads or their ranks.
+        ValueError: If the kernels refuse its layer.
     """
-    tp, name, backend = model.mesh.shape[TP_AXIS], head_config.name, model.backend
-    withheld = KERNELS[backend].withheld
-    if tp > 1 and withheld.head_ranks:
-        raise ValueError(f"{name} with {tp=}: {withheld.head_ranks}")
-    if head_config.method == MTP and withheld.mtp_heads:
-        raise ValueError(withheld.mtp_heads)
+    name, backend = head_config.name, model.backend
     # Every rank runs all of it.
     refused = why_unsupported(head_config.layer, model.profile, backend, 1)
     if refused is not None:

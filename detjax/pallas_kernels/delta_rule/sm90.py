@@ -13,6 +13,7 @@ from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.delta_rule.sm90_plan import plan_sequences
 from detjax.pallas_kernels.delta_rule.sm90_recurrence import read_states
 from detjax.pallas_kernels.delta_rule.sm90_rows import mix_rows, write_rows
+from detjax.pallas_kernels.delta_rule.sm90_step import step_states
 from detjax.pallas_kernels.rms_norm import sm90 as norm
 from detjax.pallas_kernels.swiglu.sm90 import over_decay
 
@@ -80,10 +81,11 @@ def _delta_rule(
         filters, gates, rows_ref, page_table, plan, layer, num_tokens=num_tokens,
         dim=state_pages.shape[4], interpret=interpret,
     )  # fmt: skip
-    out = read_states(
-        mixed, rows_ref, states_ref, page_table, plan, layer, num_tokens=num_tokens,
-        interpret=interpret,
-    )  # fmt: skip
+    operands = mixed, rows_ref, states_ref, page_table, plan, layer
+    if num_tokens == 1:
+        out = step_states(*operands, interpret=interpret)
+    else:
+        out = read_states(*operands, num_tokens=num_tokens, interpret=interpret)
     return out, jax.freeze(rows_ref), jax.freeze(states_ref)
 
 

@@ -6,6 +6,7 @@ other. Four threads share a channel of values and hold its state; what they do d
 no chunk and no slice.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,7 @@ def _chunks(dim: int, dtype: jnp.dtype) -> _Chunks:
     )
 
 
-def _dot(state, x, tile: rows.Tile):
+def dot(state, x, tile: rows.Tile):
     """Sums over the channels of a key, one a channel of values: [SLICE].
 
     # ORDER: channel `c = 16 i + 4 p + e`. Of each (p, e) `s x` rounded for i = 0, then
@@ -106,6 +107,21 @@ def _dot(state, x, tile: rows.Tile):
         return mgpu.FragmentedArray.splat(total, (SLICE,), layout=layout)
 
     return emit(state, x)
+
+
+def update(tile: rows.Tile, state, k, v, decay, written):
+    """The state [SLICE, c] behind a token, of its key and value in memory.
+
+    # ORDER: `r = decay * dot(S, k)`, `S decay` and `(v - r) * beta`, each rounded; then
+    # `fma(k, added, S decay)`.
+    """
+    math, line, shape = tile.whole, tile.per_row, state.shape
+    k = tile.over_rows(tile.per_col.load(k), shape)
+    v = line.load(v).astype(jnp.float32)
+    found = line.mul(dot(state, k, tile), line.full((SLICE,), decay))
+    faded = math.mul(state, math.full(shape, decay))
+    added = line.mul(line.sub(v, found), line.full((SLICE,), written))
+    return math.fma(k, tile.over_columns(added, shape), faded)
 
 
 def _state_place(i: int, first) -> tuple:
@@ -168,7 +184,7 @@ def _keep_state(state, states, place: tuple, math: rows.Arithmetic) -> None:
     emit(state, states, *(jnp.int32(x) for x in place))
 
 
-def _keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
+def keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
     """Write numbers of `SLICE` channels behind `place`."""
     if math.is_interpreted:
         *place, first = place
@@ -183,6 +199,15 @@ def _keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
         memref.store(ptx.scalars_of(values)[0], memory, _indices((*place, arith.addi(first, row))))
 
     emit(values, ref, *(jnp.int32(x) for x in place))
+
+
+def keep_count(pages, table, scalars: tuple, block, count) -> None:
+    """Say behind how many tokens of a block its state is: `sm90_rows._Place.begin`."""
+    seq, layer, head = scalars
+    page_len, width = pages.shape[4:]
+    start = block * STATE_BLOCK
+    page, offset = table[seq, lax.div(start, page_len)], lax.rem(start, page_len)
+    pages[layer, page, 0, head, offset, width - 1] = count.astype(pages.dtype)  # exact
 
 
 def read_states(
@@ -206,7 +231,7 @@ def read_states(
     """
     batch, num_keys, _, dim = rows_of.k.shape
     group, dtype = rows_of.v.shape[2], rows_of.v.dtype
-    num_states, page_len = states_ref.shape[2], pages_ref.shape[4]
+    num_states = states_ref.shape[2]
     tile = rows.tile_of_rows(SLICE, lanes=LANES, vec_len=VEC_LEN, is_interpreted=interpret)
     math, line, shape = tile.whole, tile.per_row, (SLICE, dim)
 
@@ -234,24 +259,15 @@ def read_states(
             ):
                 plgpu.copy_gmem_to_smem(source, target.at[slot], chunks.arrived.at[slot])
 
-        def update(slot, i, state):
-            """The state behind a token, and the one before it, which nothing else has to wait for.
-
-            # ORDER: `r = decay * dot(S, k)`, `S decay` and `(v - r) * beta`, each rounded; then
-            # `fma(k, added, S decay)`.
-            """
-            k = tile.over_rows(tile.per_col.load(chunks.k.at[slot, i]), shape)
-            v = line.load(chunks.v.at[slot, i]).astype(jnp.float32)
+        def run(slot, i, state):
+            """The state behind a token."""
             decay, written = (chunks.gates[slot, which, i] for which in range(2))
-            found = line.mul(_dot(state, k, tile), line.full((SLICE,), decay))
-            faded = math.mul(state, math.full(shape, decay))
-            added = line.mul(line.sub(v, found), line.full((SLICE,), written))
-            return math.fma(k, tile.over_columns(added, shape), faded)
+            return update(tile, state, chunks.k.at[slot, i], chunks.v.at[slot, i], decay, written)
 
         def read(slot, i, state, token):
             """What the token before reads."""
             q = tile.over_rows(tile.per_col.load(chunks.q.at[slot, i]), shape)
-            _keep_result(_dot(state, q, tile), out_gmem, (token, value_head, first_channel), line)
+            keep_result(dot(state, q, tile), out_gmem, (token, value_head, first_channel), line)
 
         def keep(seq, state, block, count):
             """Put the state behind `count` tokens of a block in its place."""
@@ -259,10 +275,7 @@ def read_states(
 
             @pl.when((inner == 0) & (first_channel == 0))
             def _count():
-                start = block * STATE_BLOCK
-                page, offset = table_gmem[seq, lax.div(start, page_len)], lax.rem(start, page_len)
-                place = layer, page, 0, head, offset, pages_gmem.shape[5] - 1
-                pages_gmem[place] = count.astype(pages_gmem.dtype)  # exact
+                keep_count(pages_gmem, table_gmem, (seq, layer, head), block, count)
 
         def one_sequence(_, seq):
             first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]
@@ -274,7 +287,7 @@ def read_states(
             @pl.loop(jnp.where(last >= 0, last + 1 - first, 0), num_tokens)
             def _padding(i):
                 place = seq * num_tokens + i, value_head, first_channel
-                _keep_result(line.full((SLICE,), 0.0), out_gmem, place, line)
+                keep_result(line.full((SLICE,), 0.0), out_gmem, place, line)
 
             return plan_gmem[seq, NEXT]
 
@@ -301,19 +314,17 @@ def read_states(
                 def _next():
                     copy(seq, chunk + (STAGES - 1))
 
-                def run(i, state):
-                    return update(slot, i, state)
-
                 def read_and_run(i, state):
+                    # Nothing else has to wait for what the token before reads.
                     read(slot, i, state, seq * num_tokens + (start + i - 1 - first))
-                    return update(slot, i, state)
+                    return run(slot, i, state)
 
                 def inside(position):
                     return jnp.clip(position - start, 0, CHUNK)
 
                 # Up to the first new token there is nothing to read.
                 bounds = [inside(x) for x in (begin, jnp.minimum(first + 1, stop), stop)]
-                state = lax.fori_loop(bounds[0], bounds[1], run, state)
+                state = lax.fori_loop(bounds[0], bounds[1], functools.partial(run, slot), state)
                 state = lax.fori_loop(bounds[1], bounds[2], read_and_run, state)
                 done = start + CHUNK
 
