@@ -26,13 +26,13 @@ from detjax.certify.requests import forced, make_requests
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
 from detjax.engine.config import EngineConfig
-from detjax.models.config import ModelConfig
-from detjax.models.family import Family
-from detjax.models.hf_config import config_from_hf
 from detjax.engine.heap import frozen_heap
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import FOLDER_VARIABLE
+from detjax.models.config import ModelConfig
+from detjax.models.family import Family
+from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import FAMILIES
 from detjax.numerics import NumericsProfile
