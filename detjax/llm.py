@@ -16,6 +16,7 @@ import rich.console
 import rich.progress
 
 from detjax.compilation.kept_programs import keep_programs_of_build
+from detjax.compilation.loaded_code import one_moment
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, MAX_LORA_RANK, MAX_LORAS, NO_CAST
 from detjax.engine.config import EngineConfig
@@ -74,6 +75,7 @@ class LLM:
     """
 
     @finishes_before_exit
+    @one_moment()
     def __init__(
         self,
         model: str | Path = BUNDLED,

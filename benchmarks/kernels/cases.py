@@ -190,14 +190,15 @@ def float32_products(counts: Sequence[int]) -> Iterator[Kernel]:
 # ----------------------------------------------------------------------------------- attention
 
 
-def _attend(q, pages, table, positions):
+def attend(q, pages, table, positions):
+    """Attention of the first layer of a cache."""
     place = CachePlace(pages, table, positions, layer=0)
     return attention(q, place, window=None, profile=PROFILE, backend=SM90)
 
 
-def _paged_cache(batch: int, context: int, layout: HeadLayout) -> tuple[jax.Array, jax.Array]:
+def paged_cache(batch: int, context: int, layout: HeadLayout) -> tuple[jax.Array, jax.Array]:
     """Random pages, in random order."""
-    shape = (1, batch * (context // PAGE), 2, layout.num_kv_heads, PAGE, layout.channels)
+    shape = (1, batch * -(-context // PAGE), 2, layout.num_kv_heads, PAGE, layout.channels)
     order = np.random.default_rng(0).permutation(shape[1]).astype(np.int32)
     return random_bf16(shape, 11), jnp.asarray(order.reshape(batch, -1))
 
@@ -216,7 +217,7 @@ def prefill(
 
     def draw(most):
         q = random_bf16((1, most, layout.num_heads, layout.channels), 12)
-        return [(q, *_paged_cache(1, most, layout), jnp.arange(most, dtype=jnp.int32)[None])]
+        return [(q, *paged_cache(1, most, layout), jnp.arange(most, dtype=jnp.int32)[None])]
 
     def cudnn(q, k, v, lengths):
         return jax.nn.dot_product_attention(
@@ -225,7 +226,7 @@ def prefill(
 
     yield Kernel(
         subject=subject, facts=lambda m: {"case": "prefill", "tokens": m},
-        counts=[n for n in counts if n >= 2048], draw=draw, axes=(1, None, None, 1), run=_attend,
+        counts=[n for n in counts if n >= 2048], draw=draw, axes=(1, None, None, 1), run=attend,
         out_axis=1, only="attention", rivals={"cudnn": Rival(run=cudnn, prepare=_contiguous)},
         num_bytes=lambda m: 4.0 * m * layout.num_kv_heads * layout.channels,
         num_flops=lambda m: 2.0 * layout.num_heads * layout.channels * m * (m + 1),
@@ -241,7 +242,7 @@ def decode(
         def draw(most, context=context):
             q = random_bf16((most, 1, layout.num_heads, layout.channels), 12)
             positions = jnp.full((most, 1), context - 1, jnp.int32)
-            return [(q, *_paged_cache(most, context, layout), positions)]
+            return [(q, *paged_cache(most, context, layout), positions)]
 
         def cudnn(q, k, v, lengths):
             return jax.nn.dot_product_attention(
@@ -252,7 +253,7 @@ def decode(
             subject=subject,
             facts=lambda m, context=context: {"case": "decode", "batch": m, "tokens": context},
             counts=sorted(set(batches) & set(counts)), draw=draw, axes=(0, None, 0, 0),
-            run=_attend, only="attention",
+            run=attend, only="attention",
             rivals={"cudnn": Rival(run=cudnn, prepare=_contiguous)},
             num_bytes=lambda m, n=context: 4.0 * m * n * layout.num_kv_heads * layout.channels,
         )  # fmt: skip

@@ -37,6 +37,7 @@ from detjax.cli.prompts import read_prompts
 from detjax.cli.receipts import write_receipts
 from detjax.cli.run import RunPlan, RunResult, run_batch
 from detjax.cli.warm import warm
+from detjax.compilation.loaded_code import one_moment
 from detjax.engine.heap import collected_later, frozen_heap
 from detjax.engine.trace import NO_TRACE, Trace, TracesEvents
 from detjax.models.generation_config import default_sampling
@@ -89,6 +90,7 @@ class _Opened:
         )  # fmt: skip
 
 
+@one_moment()  # WHY: each module is hashed once for all of a start
 def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     """Do what the command line asks; return the exit code.
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
+from detjax.compilation.kept_executables import Executable, compile_or_read
 from detjax.engine.sampling.adjustments import RECENT_LEN, AdjustedSlots, record_len
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.heads.head import AnyDraftModel, DraftHead
@@ -152,16 +153,21 @@ def sampling_shape(model: LoadedModel, count: int) -> SamplingRows:
 def empty(model: LoadedModel, shapes: Any) -> Any:
     """Allocate zeros of these shapes, each shard on its device."""
     leaves, tree = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(tree, _empty(tuple(leaves))())
+    return jax.tree.unflatten(tree, _empty(tuple(leaves), model.mesh)())
 
 
 @functools.cache
-def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list]:
+def _empty(shapes: tuple[jax.ShapeDtypeStruct, ...], mesh: Mesh) -> Callable[[], list]:
     """Compiled once for all engines of these sizes."""
-    return jax.jit(
+    zeros = jax.jit(
         lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
         out_shardings=[shape.sharding for shape in shapes],
     )
+    program = Executable(
+        options={}, operands=shapes, devices=tuple(mesh.devices.flat), root=__name__,
+        traced_from=("zeros", repr(mesh)),
+    )  # fmt: skip
+    return compile_or_read(zeros.lower, program)
 
 
 def empty_pages(model: LoadedModel, num_pages: int, num_local_pages: int = 0) -> CachePages:

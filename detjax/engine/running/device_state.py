@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.compilation.loaded_code import one_moment
 from detjax.engine import trace
 from detjax.engine.config import DRAFTS_OF_OTHERS
 from detjax.engine.metrics import EngineStats
@@ -142,6 +144,7 @@ class DeviceState:
         self._no_bans: dict[int, jax.Array] = {}
         self.reset()
 
+    @one_moment()
     def reset(self) -> None:
         """Allocate everything anew. Nothing that was in it is known any more."""
         self.settle()
@@ -180,7 +183,7 @@ class DeviceState:
     def prepare(self, keys: Iterable[ProgramKey]) -> None:
         """Allocate what programs and the choice programs behind them need, before they run."""
         for rows in {key.logit_rows for key in keys if key.logit_rows}:
-            self._thread.submit(self._logits_of, rows).result()
+            self._thread.submit(copy_context().run, self._logits_of, rows).result()
             self.no_bans(rows)
 
     def _logits_of(self, rows: int) -> jax.Array:

@@ -9,13 +9,14 @@ from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.compilation.loaded_code import this_moment
+from detjax.compilation.loaded_code import one_moment, this_moment
 from detjax.engine import trace
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.metrics import EngineStats
@@ -129,6 +130,7 @@ class ReadyPrograms:
 
     # ------------------------------------------------------------------------------------ compiling
 
+    @one_moment()
     def compile(
         self,
         progress: Callable[[str, int, int], None],
@@ -152,9 +154,12 @@ class ReadyPrograms:
             if self._config.self_check != "off":
                 cache = pages_shape(self._model, self.cache.num_pages, self.cache.num_local_pages)
                 for leaf in jax.tree.leaves(cache):
-                    pool.submit(checksum_program, mesh, leaf.shape, leaf.dtype)
+                    here = copy_context()
+                    pool.submit(here.run, checksum_program, mesh, leaf.shape, leaf.dtype)
             # Each program is checked when it is there, while others are still compiled.
-            checking = pool.submit(self._check_new, wanted) if checks_early else None
+            checking = None
+            if checks_early:
+                checking = pool.submit(copy_context().run, self._check_new, wanted)
             futures = {key: pool.submit(self._get, key, asked) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Cached, Int32, UInt32
+from detjax.compilation.kept_executables import Executable, compile_or_read
 from detjax.engine.running.device_arrays import PAGES_SPEC, pages_shape
 from detjax.models.loading import LoadedModel
 from detjax.models.pages import CachePages, by_pages
@@ -50,13 +51,22 @@ def filled_pages(model: LoadedModel, num_pages: int, num_local_pages: int = 0) -
     has written meets no answer, so nothing depends on them.
     """
     shapes = pages_shape(model, num_pages, num_local_pages)
-    return jax.tree.map(lambda shape: _filler(shape)(), shapes)
+    return jax.tree.map(lambda shape: _filler(shape, model.mesh)(), shapes)
 
 
 @functools.cache
-def _filler(shape: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+def _filler(shape: jax.ShapeDtypeStruct, mesh: Mesh) -> Callable[[], jax.Array]:
     """Compiled once for all engines of these sizes."""
-    return jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)
+    fill = jax.jit(partial(_random_pages, shape.shape, shape.dtype), out_shardings=shape.sharding)
+    return compile_or_read(fill.lower, _executable("fill", mesh, shape))
+
+
+def _executable(what: str, mesh: Mesh, *operands: jax.ShapeDtypeStruct) -> Executable:
+    """What a program of this module is made from."""
+    return Executable(
+        options={}, operands=operands, devices=tuple(mesh.devices.flat), root=__name__,
+        traced_from=(what, repr(mesh)),
+    )  # fmt: skip
 
 
 def _random_pages(shape: tuple[int, ...], dtype) -> Cached[Array, "L N X K P C"]:
@@ -140,4 +150,5 @@ def checksum_program(mesh: Mesh, shape: tuple[int, ...], dtype) -> Callable[...,
     cache = jax.ShapeDtypeStruct(shape, dtype, sharding=of_cache)
     num_read = mesh.shape[DP_AXIS] * PIECE
     pages = jax.ShapeDtypeStruct((num_read,), jnp.int32, sharding=of_pages)
-    return jax.jit(function).lower(cache, pages).compile()
+    program = _executable("checksums", mesh, cache, pages)
+    return compile_or_read(lambda: jax.jit(function).lower(cache, pages), program)
