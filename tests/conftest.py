@@ -2,6 +2,7 @@
 """Eight virtual CPU devices, strict promotion, one cache of programs, and skips that count."""
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -159,6 +160,23 @@ def pytest_collection_modifyitems(config, items):
             reason = f"needs {needed} Hopper GPU(s), {_num_gpus()} here"
             item.add_marker(pytest.mark.skip(reason=reason))
     config.stash[SLOW_TESTS] = [item.nodeid for item in items if item.get_closest_marker("slow")]
+
+
+GPU_TEST_S = 300
+"""Most seconds of a GPU test, compiling included. A kernel that waits without end never returns,
+and a run that is cut off would count its test neither as passed nor as failed."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """End the process of a GPU test that hangs; xdist then counts the test as failed, by name."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    faulthandler.dump_traceback_later(GPU_TEST_S, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)
