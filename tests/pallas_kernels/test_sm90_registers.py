@@ -6,11 +6,17 @@ import pytest
 from detjax.pallas_kernels.sm90_registers import RegisterShares
 
 
-def test_shares_of_all_registers_are_taken():
+@pytest.mark.parametrize(
+    ("computing", "sizes"),
+    [(240, (2, 1)), (160, (3, 1)), (232, (2, 2))],
+)
+def test_shares_of_all_registers_are_taken(computing, sizes):
     """Three warpgroups start with 168 a thread, four with 128."""
-    RegisterShares(computing=240, loading=24, num_computing=2)
-    RegisterShares(computing=160, loading=24, num_computing=3)
-    RegisterShares(computing=232, loading=24, num_computing=2, num_loading=2)
+    num_computing, num_loading = sizes
+    shares = RegisterShares(
+        computing=computing, loading=24, num_computing=num_computing, num_loading=num_loading
+    )
+    assert computing * num_computing + shares.loading * num_loading <= 512
 
 
 @pytest.mark.parametrize(
