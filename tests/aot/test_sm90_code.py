@@ -274,7 +274,8 @@ def test_a_new_token_takes_one_kernel_and_no_copy_of_the_cache(name, kernel, mos
         ("float8_new_token_one", "attention_spread_sm90", 0),
         ("float8_new_token_many", "attention_sequences_sm90", FLOAT8_SPILL_BYTES),
         ("float8_verify", "attention_splits_sm90", 0),
-        ("float8_prefill", "attention_prefill_sm90", 4),
+        # Of the 232 registers that warpgroups have there, 8 less than without float8.
+        ("float8_prefill", "attention_prefill_sm90", 8),
     ],
 )
 def test_pages_of_float8_are_widened_in_one_kernel_without_a_copy(name, kernel, most_spilled):

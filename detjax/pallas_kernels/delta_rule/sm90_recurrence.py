@@ -136,6 +136,19 @@ def _indices(scalars) -> list:
     return [arith.index_cast(ir.IndexType.get(), x) for x in scalars]
 
 
+def in_registers(values: list, shape: tuple[int, int], math: rows.Arithmetic):
+    """A state [SLICE, c] of a thread's numbers, in order of channels of the key."""
+    kind = ir.VectorType.get((VEC_LEN,), values[0].type)
+    registers = [
+        vector.from_elements(kind, values[i : i + VEC_LEN]) for i in range(0, len(values), VEC_LEN)
+    ]
+    layout = math.layout.to_mgpu()
+    return mgpu.FragmentedArray(
+        _registers=np.array(registers, dtype=object).reshape(layout.registers_shape(shape)),
+        _layout=layout, _is_signed=None,
+    )  # fmt: skip
+
+
 def _load_state(states, place: tuple, is_there, shape: tuple[int, int], math: rows.Arithmetic):
     """Channels of a state [c, C] in memory, turned: [SLICE, c]; zeros if it is not there."""
     layer, page, block, head, first = place
@@ -154,16 +167,7 @@ def _load_state(states, place: tuple, is_there, shape: tuple[int, int], math: ro
         for i in range(shape[0] * shape[1] // rows.LANES):
             value = memref.load(memory, _indices((*place, *_state_place(i, first))))
             values.append(arith.select(is_there.registers.item(), value, mgpu.c(0.0, f32)))
-        kind = ir.VectorType.get((VEC_LEN,), f32)
-        registers = [
-            vector.from_elements(kind, values[i : i + VEC_LEN])
-            for i in range(0, len(values), VEC_LEN)
-        ]
-        layout = math.layout.to_mgpu()
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(layout.registers_shape(shape)),
-            _layout=layout, _is_signed=None,
-        )  # fmt: skip
+        return in_registers(values, shape, math)
 
     return emit(states, is_there, *(jnp.int32(x) for x in place))
 

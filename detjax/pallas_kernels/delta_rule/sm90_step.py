@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
@@ -25,6 +24,7 @@ from detjax.pallas_kernels.delta_rule.sm90_recurrence import (
     LANES,
     SLICE,
     dot,
+    in_registers,
     keep_count,
     keep_result,
     update,
@@ -113,16 +113,7 @@ def _load(ref, is_there, tile: rows.Tile):
             arith.select(is_there, memref.load(memory, at), mgpu.c(0.0, f32))
             for at in _places(shape[0] * shape[1] // rows.LANES)
         ]
-        kind = ir.VectorType.get((VEC_LEN,), f32)
-        registers = [
-            vector.from_elements(kind, values[i : i + VEC_LEN])
-            for i in range(0, len(values), VEC_LEN)
-        ]
-        layout = math.layout.to_mgpu()
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(layout.registers_shape(shape)),
-            _layout=layout, _is_signed=None,
-        )  # fmt: skip
+        return in_registers(values, shape, math)
 
     return emit(ref, is_there)
 
