@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jaxtyping
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from .shards import ShardPlugin, add_options
 
@@ -163,8 +164,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 GPU_TEST_S = 300
-"""Most seconds of a GPU test, compiling included. A kernel that waits without end never returns,
-and a run that is cut off would count its test neither as passed nor as failed."""
+"""Most seconds of a GPU test beyond its own limit, compiling included. A kernel that waits without
+end never returns, and a run that is cut off would count its test neither as passed nor as failed.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -172,7 +174,11 @@ def pytest_runtest_protocol(item, nextitem):
     """End the process of a GPU test that hangs; xdist then counts the test as failed, by name."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
-    faulthandler.dump_traceback_later(GPU_TEST_S, exit=True)
+    marker = item.get_closest_marker("timeout")
+    limit_s = GPU_TEST_S + (marker.args[0] if marker else 0)
+    # WHY: standard error as it was before pytest took it.
+    file = item.config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
     try:
         return (yield)
     finally:

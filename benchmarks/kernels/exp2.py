@@ -4,10 +4,10 @@
 python -m benchmarks.kernels.exp2 --out exp2.jsonl
 
 The polynomial replaces the instruction where a kernel emits it, and nowhere but here. Degree 5 is a
-whole replacement: as accurate as the instruction, whose results under 2**-126, infinities and NaN
-it keeps. Degree 3 is accurate enough for weights in bfloat16, and cheaper, as in FlashAttention-4:
-it adds the exponent as an integer, and keeps neither subnormal results as zeros nor NaN. Both
-take numbers below 127, and attention has none above 0.
+whole replacement: as accurate as the instruction, whose results under 2**-126, minus infinity and
+NaN it keeps. Degree 3 is accurate enough for weights in bfloat16, and cheaper, as in
+FlashAttention-4: it adds the exponent as an integer, and keeps neither subnormal results as zeros
+nor NaN. Both take numbers below 127, and attention has none above 0.
 
 A case is a process. It compiles all variants while others do so, then runs them in turn, alone on
 the GPU. Device time from CUPTI, medians, random data.

@@ -224,7 +224,7 @@ class CanonicalSums:
         )
 
     def of_formula(self, formula, rows, shared, cotangents) -> tuple[tuple, tuple]:
-        """One leaf after the other; a leaf is one shape, and leaves are added as a tree."""
+        """Leaves as `by_leaf` takes them, which are added as a tree."""
         if not shared:
             return self._by_block(lambda *own: _pull(formula, *own)[0], rows, cotangents), ()
         cut = self.leaves.cut

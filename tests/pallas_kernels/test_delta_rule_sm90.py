@@ -249,6 +249,29 @@ def test_a_token_at_a_time_in_interpret_mode(together, monkeypatch):
         assert np.abs(other).max() > 2.0**-9
         # Tolerance: float32 sums of 64 terms over three updates, which XLA fuses in other ways.
         assert np.abs(one - other).max() <= 2.0**-20 * np.abs(other).max()
+    jax.clear_caches()
+
+
+def two_tokens_of_one_launch(sizes: Sizes, **options) -> tuple[np.ndarray, np.ndarray]:
+    """The last token of a block, and the next one as another row: together, and one after the
+    other.
+    """  # fmt: skip
+    tokens, table = tokens_of(sizes, BLOCK + 1, 7), np.asarray([[0], [0]])
+    cache = Cache(sizes, 1, **options)
+    cache.run(tokens, (0, BLOCK - 1), [0], padded=BLOCK - 1)
+    kept = cache.rows, cache.states
+    apart = cache.run(tokens, (BLOCK - 1, BLOCK, BLOCK + 1), [0], padded=1)
+    cache.rows, cache.states = kept
+    both = cache.step(tokens[BLOCK - 1 :, None], np.asarray([[BLOCK - 1], [BLOCK]]), table)
+    return both[:, 0], apart
+
+
+@pytest.mark.nightly
+def test_a_token_that_needs_another_of_its_launch_in_interpret_mode():
+    both, apart = two_tokens_of_one_launch(Sizes(keys=1, group=1, dim=32), interpret=True)
+    # Tolerance: float32 sums of 32 terms over two updates, which XLA fuses in other ways.
+    assert np.abs(both - apart).max() <= 2.0**-20 * np.abs(apart).max()
+    assert np.abs(apart[1] - apart[0]).max() > 2.0**-6 * np.abs(apart).max()
 
 
 @pytest.mark.parametrize("width", quick_and_slow((128,), (64,)))
@@ -419,6 +442,13 @@ def test_rows_of_one_launch_that_need_each_other():
     assert_bitwise_equal(out[1], want[:256], claim="the first")
     for row in (2, 3):
         assert_bitwise_equal(out[row, :44], want[256:], claim="a copy reads the first's states")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_a_token_that_needs_another_of_its_launch():
+    both, apart = two_tokens_of_one_launch(QWEN35)
+    assert_bitwise_equal(both, apart, claim="a token reads the state that its launch leaves")
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.dummies import dummy_config
 from detjax.testing.operation_cases import answer_cases, digest_of, operation_case
@@ -171,6 +172,11 @@ class TestOnHopper:
     """The kernels themselves."""
 
     pytestmark = GPU
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_withheld(self, monkeypatch):
+        """What is withheld until these tests have run."""
+        monkeypatch.setattr(sm90_kernels, "withheld", Withheld())
 
     @pytest.mark.parametrize("channels", [64, 128])
     @pytest.mark.parametrize("options", DECODES, ids=str)

@@ -22,6 +22,7 @@ from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training import gradients
 from detjax.training.batch import Scored, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward
@@ -99,6 +100,18 @@ def test_gradients_on_a_gpu_are_bitwise_batch_invariant(case, sequences):
             assert_bitwise_equal(leaf, expected[name], claim=f"{name}, microbatches of {size}")
     turned = gradient(of, [sequences[i] for i in (0, 2, 1, 3)], 1)
     assert sum(count_different_bits(turned[name], expected[name]) for name in expected) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+def test_gradients_of_several_groups_are_bitwise_batch_invariant(sequences, monkeypatch):
+    """Four leaves, or fewer, in groups of two, and blocks of 128 rows."""
+    monkeypatch.setattr(gradients, "WIDE_LEAVES", 2)
+    monkeypatch.setattr(gradients, "WIDE_ROWS", 128)
+    of = trainer("dense", Backend.SM90)
+    expected, found = (gradient(of, sequences, size) for size in (4, 1))
+    for name, leaf in found.items():
+        assert_bitwise_equal(leaf, expected[name], claim=f"{name}, microbatches of 1")
 
 
 @pytest.mark.gpu
