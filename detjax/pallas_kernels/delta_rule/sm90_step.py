@@ -37,7 +37,6 @@ SWIZZLED_ROWS = 8
 
 TRANSFORMS = (plgpu.TilingTransform((SWIZZLED_ROWS, SLICE)), plgpu.SwizzleTransform(4 * SLICE))
 
-
 COPIED = 2
 """Rows of values that TMA brings: of one token and the place behind it, 128 bytes at least."""
 
