@@ -60,6 +60,7 @@ def test_the_next_start_compiles_nothing(tmp_path):
     (folder,) = tmp_path.iterdir()
     before = {file.name for file in folder.iterdir()}
     executables = [name for name in before if name.startswith("executable-")]
-    assert len(executables) == int(said[1]) >= 2
+    # Beside the programs that are listed, those that allocate, fill and check the cache.
+    assert len(executables) > int(said[1]) >= 2
     assert run(*generate).count("digest") == 1
     assert {file.name for file in folder.iterdir()} == before
