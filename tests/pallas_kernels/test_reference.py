@@ -27,6 +27,7 @@ from detjax.pallas_kernels import reference, reference_library, tensor_core
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
+from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.hopper_sums import cap_factors
 from detjax.pallas_kernels.linear import w8a8
@@ -116,6 +117,27 @@ def test_rows_that_repeat_have_the_bits_of_each_alone():
     assert_bitwise_equal(
         np.asarray(swiglu(gates[rows], **ON)), each[rows], claim="and so has its SwiGLU"
     )
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 1, 0, 1], [1, 1]])
+@pytest.mark.parametrize("largest", [1.0, np.inf, np.nan])
+def test_rows_of_zeros_have_the_bits_of_the_definition(rows, largest, lanes_of_the_machine):
+    """Padding is zeros of either sign, which are not multiplied."""
+    reference_library.library().detjax_choose_lanes(min(LANES))  # a thread takes several tiles
+    x, w = draw_operands("normal", 2, 64, 2100)
+    x[1] = np.where(np.arange(64) % 3 == 0, -0.0, 0.0)
+    w[5, 7] = largest
+    x = x[np.asarray(rows)]
+    want = canonical(tensor_core.product(x, w))
+    assert np.isnan(want[1, 5]) == (not np.isfinite(largest))
+    claim = "rows of zeros have the bits of the definition"
+    assert_bitwise_equal(multiply(x, w), want, claim=claim)
+
+
+def test_padding_is_embedded_as_zeros():
+    table, ids = jnp.arange(1, 13, dtype=jnp.bfloat16).reshape(4, 3), jnp.asarray([3, -1, 0])
+    rows = np.asarray(embed(table, ids, out_dtype=F32, **ON))
+    assert rows.tolist() == [[10, 11, 12], [0, 0, 0], [1, 2, 3]]
 
 
 def test_the_definition_on_a_step_that_is_known():

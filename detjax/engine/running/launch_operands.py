@@ -103,7 +103,7 @@ class PrefillOperands(_WithTables):
         count: [B], tokens; 0 is padding.
         page_table: [B, n].
         local_table: As `_WithTables` has it.
-        token_ids: [B, T].
+        token_ids: [B, T]; -1 is padding.
     """
 
     slot: Any
@@ -127,7 +127,7 @@ class PrefillOperands(_WithTables):
             slot=np.full(num_rows, no_slot, np.int32),
             start=np.zeros(num_rows, np.int32),
             count=np.zeros(num_rows, np.int32),
-            token_ids=np.zeros((num_rows, length), np.int32),
+            token_ids=np.full((num_rows, length), -1, np.int32),
             **_tables(num_rows, table_len, num_tables),
         )
 

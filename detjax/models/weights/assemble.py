@@ -37,8 +37,14 @@ def assemble(
         make: Gives a tensor as its spec stores it, or as it is quantised. What is joined is
             deleted, so that no more than one parameter is held twice.
     """
-    parameter = functools.partial(assemble_one, mesh=mesh, make=make)
-    made = jax.tree.map(parameter, made_once(specs, mesh))
+    return assemble_params(specs, mesh, functools.partial(assemble_one, mesh=mesh, make=make))
+
+
+def assemble_params(
+    specs: dict[str, Any], mesh: Mesh, make: Callable[[ParamSpec], AnyMatrix]
+) -> Params:
+    """As `assemble`, where `make` gives a parameter."""
+    made = jax.tree.map(make, made_once(specs, mesh))
     return {"lm_head": made["embed"], **made}
 
 

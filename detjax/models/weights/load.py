@@ -4,8 +4,9 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,21 @@ from jax.typing import DTypeLike
 
 from detjax.defaults import NO_CAST
 from detjax.models.config import ModelConfig
-from detjax.models.params import EMBED_NAME, HEAD_NAME, Params, TensorSpec, param_specs
+from detjax.models.params import (
+    EMBED_NAME,
+    HEAD_NAME,
+    Params,
+    ParamSpec,
+    TensorSpec,
+    param_specs,
+)  # fmt: skip
 from detjax.models.weights.ahead import map_ahead
-from detjax.models.weights.assemble import assemble, made_once
+from detjax.models.weights.assemble import assemble, assemble_one, assemble_params, made_once
 from detjax.models.weights.dtypes import check_conversion, check_dtype
 from detjax.models.weights.files import StoredTensor
+from detjax.models.weights.host import is_on_cpu
 from detjax.models.weights.packed import MatrixForm, kept_form, place_packed, place_w8a8
-from detjax.models.weights.place import ExpertRows, place_tensor
+from detjax.models.weights.place import ExpertRows, place_joined, place_tensor
 from detjax.models.weights.reading import open_weights
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 
@@ -35,6 +44,8 @@ INERT_TENSORS = re.compile(r".*\.rotary_emb\.inv_freq")  # older Llama files; re
 COMPARE_ROWS = 4096
 NUM_READERS = 8
 """Tensors that are on their way to a GPU at once."""
+NUM_CPU_READERS = 2
+"""Parameters that are read at once where CPU devices take them."""
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -104,18 +115,38 @@ def load_params(
         def read(spec: TensorSpec) -> AnyMatrix:
             return place_stored(tensors, spec, mesh, dtype=target, form=forms[spec.hf_name])
 
-        in_order = [tensor for spec in made for tensor in spec.tensors]
-        num_readers = 1 if mesh.devices.flat[0].platform == "cpu" else NUM_READERS
-        arrays = map_ahead(read, in_order, num_readers, stack)
-
-        def load(spec: TensorSpec) -> AnyMatrix:
+        def note(*read: TensorSpec) -> None:
             nonlocal done
-            array = next(arrays)
-            done += math.prod(spec.shape) * target.itemsize
-            progress(spec.hf_name.format("*"), done, total)
-            return array
+            for spec in read:
+                done += math.prod(spec.shape) * target.itemsize
+                progress(spec.hf_name.format("*"), done, total)
 
-        return assemble(specs, mesh, load)
+        if is_on_cpu(mesh):
+
+            def read_param(spec: ParamSpec) -> AnyMatrix:
+                if len(spec.tensors) == 1 or forms[spec.tensors[0].hf_name] != MatrixForm.EXPANDED:
+                    return assemble_one(spec, mesh=mesh, make=read)
+                return _place_joined(tensors, spec, mesh, dtype=target)
+
+            params = map_ahead(read_param, made, NUM_CPU_READERS, stack)
+            load = _noting(params, lambda spec: note(*spec.tensors))
+            return assemble_params(specs, mesh, load)
+
+        in_order = [tensor for spec in made for tensor in spec.tensors]
+        return assemble(specs, mesh, _noting(map_ahead(read, in_order, NUM_READERS, stack), note))
+
+
+def _noting[Spec](
+    made: Iterator[AnyMatrix], note: Callable[[Spec], None]
+) -> Callable[[Spec], AnyMatrix]:
+    """Gives what is made next, and notes what it is."""
+
+    def load(spec: Spec) -> AnyMatrix:
+        matrix = next(made)
+        note(spec)
+        return matrix
+
+    return load
 
 
 def place_stored(
@@ -131,15 +162,29 @@ def place_stored(
     `dtype` is that of most weights.
     """
     sources = [tensors[name] for name in spec.hf_names]
-    name = f"{spec.hf_names[0]!r} in {sources[0].file}"
-    rows = sources[0].rows
+    rows, name = _rows_of(tensors, spec)
     if form is MatrixForm.PACKED:
         return place_packed(rows, spec, mesh, name=name)
     if form is MatrixForm.W8A8:
         return place_w8a8([source.rows for source in sources], spec, mesh, name=name)
-    if spec.num_experts:
-        name, rows = f"{name} and on", ExpertRows([source.rows for source in sources])
     return place_tensor(rows, spec, mesh, dtype=spec.dtype(dtype), name=name)
+
+
+def _place_joined(
+    tensors: Mapping[str, StoredTensor], spec: ParamSpec, mesh: Mesh, *, dtype: jnp.dtype
+) -> jax.Array:
+    """The matrix that a parameter of several tensors is, on CPU devices."""
+    rows, names = zip(*(_rows_of(tensors, tensor) for tensor in spec.tensors), strict=True)
+    return place_joined(rows, spec, mesh, dtype=spec.tensors[0].dtype(dtype), names=names)
+
+
+def _rows_of(tensors: Mapping[str, StoredTensor], spec: TensorSpec) -> tuple[Any, str]:
+    """What `place_tensor` reads, and its name for errors."""
+    sources = [tensors[name] for name in spec.hf_names]
+    name = f"{spec.hf_names[0]!r} in {sources[0].file}"
+    if spec.num_experts:
+        return ExpertRows([source.rows for source in sources]), f"{name} and on"
+    return sources[0].rows, name
 
 
 def check_params(

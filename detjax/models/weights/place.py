@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from detjax.models.params import TensorSpec
+from detjax.models.params import EXPERT_NDIM, ParamSpec, TensorSpec
 from detjax.models.weights.dtypes import converted
-from detjax.models.weights.host import is_on_cpu, own_copy
+from detjax.models.weights.host import is_on_cpu, joined_rows, own_copy
 from detjax.parallel.mesh import TP_AXIS
+
+_Bounds = tuple[tuple[int, int], ...]
+"""First index and the one behind the last, of each axis."""
 
 
 class ExpertRows:
@@ -63,18 +66,63 @@ def place_tensor(
     on_cpu = is_on_cpu(mesh)
 
     @functools.cache
-    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+    def read(bounds: _Bounds) -> np.ndarray:
         part = read_shard(rows, spec, dtype, name, bounds)
         # WHY: a CPU device may hold the very memory, and that of a mapped file may change.
         return own_copy(part) if on_cpu and not part.flags.owndata else part
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # jax passes None only for shapes it does not know
-        bounds = (i.indices(n) for i, n in zip(index, spec.shape, strict=True))
-        return read(tuple((start, stop) for start, stop, _ in bounds))
+        return read(_bounds(index, spec.shape))
 
     array = jax.make_array_from_callback(spec.shape, sharding, shard, dtype)
     return array.block_until_ready()  # bounds what the host holds
+
+
+def place_joined(
+    sources: Sequence[Any], param: ParamSpec, mesh: Mesh, *, dtype: jnp.dtype, names: Sequence[str]
+) -> jax.Array:
+    """`place_tensor` of all tensors of a parameter on CPU devices, joined as they are read.
+
+    WHY: a tensor that is placed first and joined then is copied twice.
+
+    Args:
+        sources: Of each tensor, as `place_tensor` has it.
+        param: Where they go: each rank's rows of the first, then of the next.
+        mesh: As `place_tensor` has it.
+        dtype: Of the result.
+        names: Of each tensor, for errors.
+
+    Raises:
+        ValueError: As `place_tensor`.
+    """
+    axis = 1 if len(param.shape) == EXPERT_NDIM else 0
+
+    @functools.cache
+    def read(bounds: tuple[_Bounds, ...]) -> np.ndarray:
+        parts = zip(sources, param.tensors, names, bounds, strict=True)
+        return joined_rows(
+            [read_shard(rows, spec, dtype, name, own) for rows, spec, name, own in parts], axis=axis
+        )
+
+    places = [
+        NamedSharding(mesh, spec.partition).addressable_devices_indices_map(spec.shape)
+        for spec in param.tensors
+    ]
+    shards = []
+    for device in places[0]:
+        bounds = tuple(
+            _bounds(place[device], spec.shape)
+            for place, spec in zip(places, param.tensors, strict=True)
+        )
+        shards.append(jax.device_put(read(bounds), SingleDeviceSharding(device)))
+    sharding = NamedSharding(mesh, param.partition)
+    return jax.make_array_from_single_device_arrays(param.shape, sharding, shards)
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: Sequence[int]) -> _Bounds:
+    assert index is not None  # jax passes None only for shapes it does not know
+    found = (i.indices(n) for i, n in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in found)
 
 
 def read_shard(
@@ -82,7 +130,7 @@ def read_shard(
     spec: TensorSpec,
     dtype: DTypeLike,
     name: str,
-    bounds: tuple[tuple[int, int], ...],
+    bounds: _Bounds,
 ) -> np.ndarray:
     """Stored rows and columns `bounds`, read run by run; rows in no run come last and are zero."""
     (low, high), others = bounds[0], tuple(slice(*b) for b in bounds[1:])

@@ -21,7 +21,8 @@ def embed(
 
     Args:
         table: This rank's columns of the embedding table.
-        token_ids: In [0, V); checked at the boundary, clipped here.
+        token_ids: In [0, V); checked at the boundary, clipped here. A number below 0 is padding,
+            of which nobody reads what comes of it: any row of the table, or zeros.
         out_dtype: The profile's activation dtype; at least as wide as the table's, so exact.
         backend: Which implementation runs.
 

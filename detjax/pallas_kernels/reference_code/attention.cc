@@ -47,12 +47,6 @@ float weight_sum(const float* w, int keys) {
   return (quad[0] + quad[1]) + (quad[2] + quad[3]);
 }
 
-template <class T>
-T rounded(float x) {
-  if constexpr (std::is_same_v<T, float>) return x;
-  return round_bf16(x);
-}
-
 // Products of bfloat16 rows and weights.
 struct Products {
   int64_t channels;

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 
 #include "float32.h"
 #include "tensor_core.h"
@@ -42,6 +43,38 @@ void write(Out& x, int64_t i, float value) {
   else
     data<float>(x)[i] = value;
 }
+
+// The same of whole arrays: `job` gets a pointer to bfloat16 or float32.
+template <class Job>
+void with_elements(const In& x, const Job& job) {
+  if (is_bf16(x))
+    job(static_cast<uint16_t*>(x.untyped_data()));
+  else
+    job(static_cast<float*>(x.untyped_data()));
+}
+
+struct Nothing {};
+template <class Pointer>
+constexpr bool kIsThere = !std::is_same_v<Pointer, Nothing*>;
+
+// Or to nothing, where there are no elements.
+template <class Job>
+void with_elements_if_any(const In& x, const Job& job) {
+  if (x.element_count())
+    with_elements(x, job);
+  else
+    job(static_cast<Nothing*>(nullptr));
+}
+
+float value_of(uint16_t bf16) { return widen(bf16); }
+float value_of(float x) { return x; }
+
+template <class T>
+T rounded(float x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  return round_bf16(x);
+}
+
 int64_t dim(const In& x, int i) { return x.dimensions()[i]; }
 
 // Round to nearest and keep subnormal numbers: XLA flushes them in its threads.
@@ -116,18 +149,29 @@ void parallel_pieces(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_
   });
 }
 
-// Rows of x [M, ...] that are not those before them. The padding of a step is one row many times.
+constexpr int32_t kZeros = -1;  // the place of a row of zeros
+
+// Rows of x [M, ...] that are not those before them, nor bfloat16 zeros where those are to be left
+// out. The padding of a step is one row many times, and that of a prefill is zeros of either sign.
 struct DistinctRows {
   std::vector<int32_t> rows;   // of x
-  std::vector<int32_t> place;  // [M], of the equal one in `rows`
+  std::vector<int32_t> place;  // [M], of the equal one in `rows`, or kZeros
+  bool has_zeros = false;
 
-  explicit DistinctRows(const In& x) {
+  explicit DistinctRows(const In& x, bool leaves_zeros = false) {
     const int64_t count = dim(x, 0);
     const size_t bytes = count ? x.size_bytes() / count : 0;
     const char* row = data<char>(x);
     for (int64_t m = 0; m < count; ++m, row += bytes) {
-      if (!m || std::memcmp(row - bytes, row, bytes)) rows.push_back(int32_t(m));
-      place.push_back(int32_t(rows.size()) - 1);
+      if (m && !std::memcmp(row - bytes, row, bytes)) {
+        place.push_back(place.back());
+      } else if (leaves_zeros && are_zeros(row, bytes / 2)) {
+        place.push_back(kZeros);
+        has_zeros = true;
+      } else {
+        place.push_back(int32_t(rows.size()));
+        rows.push_back(int32_t(m));
+      }
     }
   }
   int64_t count() const { return int64_t(rows.size()); }
@@ -139,6 +183,12 @@ struct DistinctRows {
     for (size_t m = 0; m < place.size(); ++m)
       if (rows[place[m]] != int32_t(m))
         std::memcpy(row + m * bytes, row + rows[place[m]] * bytes, bytes);
+  }
+
+ private:
+  static bool are_zeros(const char* row, size_t count) {
+    const uint16_t* bf16 = reinterpret_cast<const uint16_t*>(row);
+    return std::all_of(bf16, bf16 + count, [](uint16_t u) { return !(u & 0x7fff); });
   }
 };
 

@@ -231,6 +231,7 @@ inline void run_tile(const Tile& tile) {
         continue;
       if (!is_unpacked) is_large = unpack(tile.weights, tile.first + k, here, unpacked);
       is_unpacked = true;
+      if (is_large && tile.has_large) *tile.has_large = true;
       if (!is_large && !rows.is_large[row] && add_unpacked(unpacked, own, here, accumulators))
         continue;
       for (int o = 0; o < tile.weights.outputs; ++o)

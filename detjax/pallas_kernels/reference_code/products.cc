@@ -18,31 +18,44 @@ constexpr int64_t kJobsOfThread = 16;  // of a product: more are shared more eve
 ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) {
   const int64_t k_len = dim(x, 1), n_len = dim(w, 0), num_leaves = k_len / leaf_len;
   const int width = processor.lanes;
-  const DistinctRows distinct(x);
+  const DistinctRows distinct(x, true);
   const int64_t m_len = distinct.count();
-  Rows rows;
+  Rows rows, zeros;
   rows.resize(m_len, k_len);
   parallel(pool, m_len,
            [&](int64_t m) { rows.set(m, data<uint16_t>(x) + distinct.rows[m] * k_len); });
+  if (distinct.has_zeros) {
+    zeros.resize(1, k_len);
+    zeros.set(0, std::vector<uint16_t>(k_len).data());
+  }
   // WHY: a thread goes on to the tile that lies behind, which it has asked into the cache.
   const int64_t tiles = (n_len + width - 1) / width, most = pool.num_threads() * kJobsOfThread;
   const int64_t piece = width * std::max<int64_t>(1, tiles / most);
   parallel_pieces(pool, 1, n_len, piece, [&](int64_t, int64_t begin, int64_t end) {
-    const int64_t size = m_len * width;
-    std::vector<float> leaves(num_leaves * size);
+    std::vector<float> leaves(num_leaves * m_len * width), of_zeros(num_leaves * width);
     for (int64_t n = begin; n < end; n += width) {
       const int outputs = std::min<int64_t>(width, end - n);
       const Weights weights{data<uint16_t>(w) + n * k_len, k_len, outputs, true};
+      bool has_large = !m_len;  // or that nobody has looked
+      auto multiply = [&](const Rows& of, std::vector<float>& sums) {
+        const int64_t size = int64_t(of.count) * width;
+        for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
+          int first = leaf * leaf_len;
+          processor.run({&of, 0, of.count, weights, first, int(leaf_len), first,
+                         sums.data() + leaf * size, nullptr, &has_large});
+        }
+        pairwise_rows(sums.data(), num_leaves, size);
+      };
       std::fill(leaves.begin(), leaves.end(), 0.0f);
-      for (int64_t leaf = 0; leaf < num_leaves; ++leaf) {
-        int first = leaf * leaf_len;
-        processor.run({&rows, 0, int(m_len), weights, first, int(leaf_len), first,
-                       &leaves[leaf * size]});
+      std::fill(of_zeros.begin(), of_zeros.end(), 0.0f);
+      multiply(rows, leaves);
+      // A sum of zeros is +0, except where a weight is infinite or NaN.
+      if (distinct.has_zeros && has_large) multiply(zeros, of_zeros);
+      for (size_t m = 0; m < distinct.place.size(); ++m) {
+        const bool is_zero = distinct.place[m] == kZeros;
+        const float* sums = is_zero ? of_zeros.data() : &leaves[distinct.place[m] * width];
+        std::memcpy(data<float>(out) + m * n_len + n, sums, 4 * outputs);
       }
-      pairwise_rows(leaves.data(), num_leaves, size);
-      for (size_t m = 0; m < distinct.place.size(); ++m)
-        std::memcpy(data<float>(out) + m * n_len + n, &leaves[distinct.place[m] * width],
-                    4 * outputs);
     }
   });
   return ffi::Error::Success();
@@ -51,22 +64,21 @@ ffi::Error product(ffi::ThreadPool pool, In x, In w, Out out, int64_t leaf_len) 
 // out = round(residual + (total + bias)); residual and bias may have no elements.
 ffi::Error join(ffi::ThreadPool pool, In total, In residual, In bias, Out out) {
   const int64_t width = dim(total, 1);
-  const bool has_residual = residual.element_count(), has_bias = bias.element_count();
-  const bool is_usual = has_residual && !has_bias && is_bf16(residual) && is_bf16(out);
-  parallel(pool, dim(total, 0), [&](int64_t m) {
-    if (is_usual) {  // WHY: the loop below asks for each element what it is, and uses no vectors
-      const float* added = data<float>(total) + m * width;
-      const uint16_t* from = data<uint16_t>(residual) + m * width;
-      uint16_t* to = data<uint16_t>(out) + m * width;
-      for (int64_t i = 0; i < width; ++i) to[i] = round_bf16(widen(from[i]) + added[i]);
-      return;
-    }
-    for (int64_t i = m * width; i < (m + 1) * width; ++i) {
-      float sum = data<float>(total)[i];
-      if (has_bias) sum = sum + read(bias, i % width);
-      if (has_residual) sum = read(residual, i) + sum;
-      write(out, i, sum);
-    }
+  const float* sums = data<float>(total);
+  // WHY: a loop that asks for each element what it is uses no vectors.
+  with_elements_if_any(residual, [&](auto* added) {
+    with_elements_if_any(bias, [&](auto* shift) {
+      with_elements(*out, [&](auto* to) {
+        parallel(pool, dim(total, 0), [&](int64_t m) {
+          for (int64_t i = 0, at = m * width; i < width; ++i, ++at) {
+            float sum = sums[at];
+            if constexpr (kIsThere<decltype(shift)>) sum = sum + value_of(shift[i]);
+            if constexpr (kIsThere<decltype(added)>) sum = value_of(added[at]) + sum;
+            to[at] = rounded<std::remove_reference_t<decltype(*to)>>(sum);
+          }
+        });
+      });
+    });
   });
   return ffi::Error::Success();
 }

@@ -42,7 +42,9 @@ float square_sum(const float* x, int64_t width, bool is_wide, int64_t vec_len, i
 ffi::Error rms_norm(ffi::ThreadPool pool, In x, In gain, Out out, float eps, bool is_wide,
                     int64_t vec_len, int64_t lanes, int64_t num_parts) {
   const int64_t width = dim(x, 1);
-  parallel(pool, dim(x, 0), [&](int64_t m) {
+  const DistinctRows distinct(x);
+  parallel(pool, distinct.count(), [&](int64_t i) {
+    const int64_t m = distinct.rows[i];
     std::vector<float> row(width);
     for (int64_t d = 0; d < width; ++d) row[d] = read(x, m * width + d);
     float sum = square_sum(row.data(), width, is_wide, vec_len, lanes, num_parts);
@@ -50,6 +52,7 @@ ffi::Error rms_norm(ffi::ThreadPool pool, In x, In gain, Out out, float eps, boo
     for (int64_t d = 0; d < width; ++d)
       write(out, m * width + d, (row[d] * scale) * read(gain, d));
   });
+  distinct.copy(out);
   return ffi::Error::Success();
 }
 

@@ -130,6 +130,7 @@ struct Tile {
   int first_of_rows;    // of K, in the rows
   float* accumulators;  // [num_rows, W]
   const int32_t* row_ids = nullptr;  // [num_rows], in place of neighbours from first_row
+  bool* has_large = nullptr;         // becomes true if a weight is 2^24, infinite or NaN
 };
 
 // The widest vectors of this processor.

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, run_blocks
@@ -55,12 +57,15 @@ def split_heads(qkv, num_heads: int) -> list[jax.Array]:
 def write_pages(place: CachePlace, k, v) -> jax.Array:
     """Put keys and values [M, K, C] of new tokens in their pages; padding is dropped."""
     pages, page_table, positions, layer = place
-    page_len = pages.shape[4]
-    blocks = jnp.maximum(positions, 0) // page_len
-    page_ids = jnp.take_along_axis(page_table, blocks, axis=1).reshape(-1)
-    positions = positions.reshape(-1)
-    page_ids = jnp.where(positions >= 0, page_ids, pages.shape[1])
-    offsets = jnp.maximum(positions, 0) % page_len
+    # WHY: `//`, `%` and indices that may be negative are dozens of instructions a layer, which
+    # XLA compiles, keeps and reads again for each.
+    page_len = np.int32(pages.shape[4])
+    known = jnp.maximum(positions, 0)
+    blocks, offsets = lax.div(known, page_len), lax.rem(known, page_len)
+    is_token = (positions >= 0) & (blocks < page_table.shape[1])
+    page_ids = jnp.take_along_axis(page_table, blocks, axis=1, mode="clip")
+    page_ids = jnp.where(is_token, page_ids, pages.shape[1]).reshape(-1)
+    offsets = offsets.reshape(-1)
     kv = jnp.stack([k, v], axis=1)
     if holds_float8(pages):
         kv = narrow_rows(kv)

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
@@ -30,4 +31,6 @@ def rope_into_cache(
     """See `api.rope_into_cache`."""
     kv_heads = place.pages.shape[3]
     q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, num_kv_heads=kv_heads, eps=eps)
-    return q, write_pages(place, k, v)
+    # WHY: XLA would compute the positions of a step anew in each layer's write.
+    positions, page_table = lax.optimization_barrier((place.positions, place.page_table))
+    return q, write_pages(place._replace(positions=positions, page_table=page_table), k, v)
