@@ -128,9 +128,11 @@ def load_params(
                     return assemble_one(spec, mesh=mesh, make=read)
                 return _place_joined(tensors, spec, mesh, dtype=target)
 
+            def note_param(spec: ParamSpec) -> None:
+                note(*spec.tensors)
+
             params = map_ahead(read_param, made, NUM_CPU_READERS, stack)
-            load = _noting(params, lambda spec: note(*spec.tensors))
-            return assemble_params(specs, mesh, load)
+            return assemble_params(specs, mesh, _noting(params, note_param))
 
         in_order = [tensor for spec in made for tensor in spec.tensors]
         return assemble(specs, mesh, _noting(map_ahead(read, in_order, NUM_READERS, stack), note))
