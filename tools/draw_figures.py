@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw docs/figures/tree.svg and docs/figures/architecture.svg.
+"""Draw docs/figures/tree.svg, architecture.svg and tensor_core.svg.
 
 python tools/draw_figures.py     # needs matplotlib: pip install -e ".[plots]"
 """
@@ -7,12 +7,16 @@ python tools/draw_figures.py     # needs matplotlib: pip install -e ".[plots]"
 from pathlib import Path
 
 import matplotlib
+import ml_dtypes
+import numpy as np
+
+from detjax.pallas_kernels import tensor_core
 
 matplotlib.use("svg")
 # The same program gives the same file.
 matplotlib.rcParams.update({"svg.hashsalt": "detjax", "font.size": 9, "svg.fonttype": "none"})
 from matplotlib import pyplot  # noqa: E402
-from matplotlib.patches import FancyBboxPatch  # noqa: E402
+from matplotlib.patches import FancyBboxPatch, Rectangle  # noqa: E402
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 RANKS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
@@ -96,6 +100,60 @@ def draw_architecture() -> None:
     save("architecture.svg", figure)
 
 
+SHOWN = 44
+"""Columns of bits of a step of a tensor core, from the greatest that a sum may have."""
+
+
+def bits_of(value: float, left: int) -> list[int]:
+    """The bits of a number's size, of weights 2**left, 2**(left - 1) and on."""
+    return [int(abs(value) * 2.0**-exponent) % 2 for exponent in range(left, left - SHOWN, -1)]
+
+
+def draw_tensor_core() -> None:
+    """One step of one output: 16 products and the accumulator, their sum, and what is kept of it."""
+    rng = np.random.default_rng(131)
+    x, w = (
+        (rng.standard_normal((1, tensor_core.DEPTH)) * 2.0 ** rng.integers(-5, 3, 16)).astype(
+            ml_dtypes.bfloat16
+        )
+        for _ in range(2)
+    )
+    total = np.float32([[rng.standard_normal() * 8]])
+    products = (x.astype(np.float64) * w.astype(np.float64))[0]
+    result = float(tensor_core.add_products(total, x, w)[0, 0])
+    exponents = tensor_core.exponent_of(x)[0] + tensor_core.exponent_of(w)[0]
+    top = int(max(exponents.max(), tensor_core.exponent_of(total)[0, 0]))
+    last = top - tensor_core.FRACTION_BITS
+    added = sum(float(np.trunc(term * 2.0**-last)) for term in (*products, total[0, 0])) * 2.0**last
+    rows = [float(total[0, 0]), *map(float, products), added, result]
+    names = ["accumulator", *(f"product {i}" for i in range(tensor_core.DEPTH)), "exact sum",
+             "rounded toward zero"]  # fmt: skip
+    left = top + 3
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.3))
+    for i, (name, value) in enumerate(zip(names, rows, strict=True)):
+        y = -i - (0.7 if i > tensor_core.DEPTH else 0.0) - (0.7 if i > tensor_core.DEPTH + 1 else 0)
+        axes.text(-0.6, y, f"{name}  {'-' if value < 0 else '+'}", ha="right", va="center", size=7)
+        bits = bits_of(value, left)
+        ones = [column for column, bit in enumerate(bits) if bit]
+        for column in range(ones[0], ones[-1] + 1):
+            is_cut = left - column < last
+            color = ("#d0d0d0" if is_cut else RANKS[0]) if bits[column] else "white"
+            edge = "#d0d0d0" if is_cut else RANKS[0]
+            axes.add_patch(
+                Rectangle((column - 0.42, y - 0.36), 0.84, 0.72, facecolor=color, edgecolor=edge,
+                          linewidth=0.5)
+            )  # fmt: skip
+    cut = left - last + 0.5
+    axes.axvline(cut, color=RANKS[1], linewidth=1.2)
+    axes.text(cut + 0.3, 1.0, "cut away", color=RANKS[1], size=8, va="center")
+    axes.text(left - top, 1.0, "the largest exponent and 25 bits below it", color=RANKS[1], size=8,
+              va="center")  # fmt: skip
+    axes.set_xlim(-9.5, SHOWN)
+    axes.set_ylim(-len(names) - 1.2, 1.7)
+    axes.axis("off")
+    save("tensor_core.svg", figure)
+
+
 def save(name: str, figure) -> None:
     """Write a figure without a date."""
     figure.savefig(FIGURES / name, metadata={"Date": None}, bbox_inches="tight")
@@ -105,3 +163,4 @@ def save(name: str, figure) -> None:
 if __name__ == "__main__":
     draw_tree()
     draw_architecture()
+    draw_tensor_core()
