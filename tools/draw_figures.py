@@ -110,7 +110,7 @@ def bits_of(value: float, left: int) -> list[int]:
 
 
 def draw_tensor_core() -> None:
-    """One step of one output: 16 products and the accumulator, their sum, and what is kept of it."""
+    """One step of one output: 16 products and the accumulator, their sum, and its rounding."""
     rng = np.random.default_rng(131)
     x, w = (
         (rng.standard_normal((1, tensor_core.DEPTH)) * 2.0 ** rng.integers(-5, 3, 16)).astype(
