@@ -10,7 +10,7 @@ Packed and expanded weights must have equal digests, and all forms of a folder o
 A decode step's time is that of `generate` with 150 tokens less that with 30, over 120; the prompts
 are of 512 tokens, differ, and are cached. Prompts' times are of one prompt of 4000 tokens that is
 not. A run is 512 requests of 512 tokens, none cached, and 128 new tokens each. Exit status 3 if an
-answer or a hash differs.
+answer or a hash differs. `--bits` measures no time, and `--layers` makes it a matter of a minute.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import rich.console
@@ -100,7 +101,9 @@ def digests(llm: LLM) -> tuple[tuple[str, ...], int]:
     return together, sum(map(str.__ne__, together, alone))
 
 
-def measure(folder: Path, mode: str, batches: list[int], cache_dir: str) -> tuple[dict, tuple]:
+def measure(
+    folder: Path, mode: str, batches: list[int], cache_dir: str, *, is_timed: bool
+) -> tuple[dict, tuple]:
     """A row of a folder, and what must be equal in both modes."""
     began = time.perf_counter()
     llm = LLM(
@@ -109,16 +112,19 @@ def measure(folder: Path, mode: str, batches: list[int], cache_dir: str) -> tupl
     )  # fmt: skip
     opened_s = time.perf_counter() - began
     params = jax.tree.leaves({k: v for k, v in llm.model.params.items() if k != "exchange"})
-    row = {
+    row: dict[str, Any] = {
         "open_s": opened_s,
         "weights_gib": sum(leaf.nbytes for leaf in params) / 2**30,
-        "prefill_tokens": LONG_LEN,
-        "prefill_ms": prefill_ms(llm),
-        "step_ms": {str(batch): round(step_ms(llm, batch), 3) for batch in batches},
-        "step_prompt_tokens": PROMPT_LEN,
-        "run_s": run_s(llm),
-        "run": f"{RUN_REQUESTS} x ({PROMPT_LEN} + {RUN_NEW})",
     }
+    if is_timed:
+        row |= {
+            "prefill_tokens": LONG_LEN,
+            "prefill_ms": prefill_ms(llm),
+            "step_ms": {str(batch): round(step_ms(llm, batch), 3) for batch in batches},
+            "step_prompt_tokens": PROMPT_LEN,
+            "run_s": run_s(llm),
+            "run": f"{RUN_REQUESTS} x ({PROMPT_LEN} + {RUN_NEW})",
+        }
     together, row["different_alone"] = digests(llm)
     same = together, llm.identity().model["weights"]
     del llm, params
@@ -135,15 +141,21 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--layers", type=int, default=0, help="the first so many; all if left out")
+    parser.add_argument("--bits", action="store_true", help="compare answers, and time nothing")
     parser.add_argument("--out", help="write JSON rows here")
     args = parser.parse_args()
     base = Path(args.folder)
-    base.mkdir(parents=True, exist_ok=True)
+    base /= f"{args.layers or 'all'}-layers"
     if not (base / "bf16").exists():
-        write_random("llama3_8b", base / "bf16")
+        base.mkdir(parents=True, exist_ok=True)
+        write_random("llama3_8b", base / "bf16", args.layers)
     rows = Rows(environment(Backend.SM90), args.out)
-    keep = functools.partial(rows.keep, subject="quantized", model="llama3_8b")
-    run = functools.partial(measure, batches=args.batches, cache_dir=str(base / "programs"))
+    keep = functools.partial(rows.keep, subject="quantized", model="llama3_8b", layers=args.layers)
+    programs = str(base / "programs")
+    run = functools.partial(
+        measure, batches=args.batches, cache_dir=programs, is_timed=not args.bits
+    )
     is_good = True
     if "bfloat16" in args.forms:
         row, _ = run(base / "bf16", "auto")
@@ -168,7 +180,8 @@ def main() -> None:
             keep(scheme=scheme, weights=form, **row)
             is_good &= row["is_same_hash"]
             is_good &= not (row["different_alone"] or row.get("different_digests", 0))
-    show(rows.rows)
+    if not args.bits:
+        show(rows.rows)
     sys.exit(0 if is_good else 3)
 
 

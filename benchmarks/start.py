@@ -12,6 +12,7 @@ empty folder for compiled programs, the others what it has left there. Of a conf
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import os
 import statistics
@@ -78,18 +79,27 @@ def start(args: argparse.Namespace, model: str, cache_dir: str) -> dict:
     return json.loads(run.stdout.strip().rpartition("\n")[2])
 
 
-def write_random(name: str, folder: Path) -> str:
-    """Write a folder of a configuration with random weights, in a process of its own."""
+def write_random(name: str, folder: Path, num_layers: int = 0) -> str:
+    """Write a folder of a configuration with random weights, in a process of its own.
+
+    `num_layers` is as `write_folder` has it.
+    """
     program = (
         "import sys, pathlib; from benchmarks.start import write_folder; "
-        "write_folder(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        "write_folder(sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
     )
-    subprocess.run([sys.executable, "-c", program, name, str(folder)], check=True)
+    command = [sys.executable, "-c", program, name, str(folder), str(num_layers)]
+    subprocess.run(command, check=True)
     return str(folder)
 
 
-def write_folder(name: str, folder: Path) -> None:
+def write_folder(name: str, folder: Path, num_layers: int = 0) -> None:
     """As Hugging Face has it, with a tokenizer of bytes; the weights are of one small pattern.
+
+    Args:
+        name: Of `benchmarks.step.MODELS`.
+        folder: Is made.
+        num_layers: The first so many alone; 0 is all.
 
     Raises:
         ValueError: If the tensors of the configuration are not those of a Llama.
@@ -105,6 +115,7 @@ def write_folder(name: str, folder: Path) -> None:
     from detjax.testing.folders import byte_tokenizer
 
     config = MODELS[name]
+    config = dataclasses.replace(config, num_layers=num_layers or config.num_layers)
     written: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,

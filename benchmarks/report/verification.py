@@ -157,10 +157,16 @@ def _float8_steps(found: Sequence[dict]) -> str:
     return f"{model_name(found[0]['model'])}, {cases}: two runs of each, and rows in both batches"
 
 
+def _cut_model(row: dict) -> str:
+    """The model of a row, which may have its first layers alone."""
+    layers = row.get("layers", 0)
+    return model_name(row["model"]) + (f", {layers} layers" if layers else "")
+
+
 def _quantised(found: Sequence[dict]) -> str:
     schemes = listed(row["scheme"] for row in found)
     return (
-        f"{model_name(found[0]['model'])}, {schemes}, packed against expanded: "
+        f"{_cut_model(found[0])}, {schemes}, packed against expanded: "
         f"{_total(found, 'answers')} answers and the hash of weights"
     )
 
@@ -168,7 +174,7 @@ def _quantised(found: Sequence[dict]) -> str:
 def _w8a8(found: Sequence[dict]) -> str:
     schemes = listed(row["scheme"] for row in found)
     return (
-        f"{model_name(found[0]['model'])}, {schemes}: {_total(found, 'answers')} answers together "
+        f"{_cut_model(found[0])}, {schemes}: {_total(found, 'answers')} answers together "
         "and alone, and the hash of weights"
     )
 
