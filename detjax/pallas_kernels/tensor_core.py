@@ -59,7 +59,10 @@ def add_float8_products(total: np.ndarray, x: np.ndarray, w: np.ndarray) -> np.n
 
 
 def float8_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Multiply float8 rows [M, K] by weights [N, K]: chunks of 128 of K, added in float32."""
+    """Multiply float8 rows [M, K] by weights [N, K]: chunks of 128 of K, added in float32.
+
+    The last chunk may be shorter. Steps of zeros behind it would change nothing.
+    """
     total = np.zeros((len(x), len(w)), np.float32)
     with np.errstate(all="ignore"):
         for chunk in range(0, x.shape[1], 128):

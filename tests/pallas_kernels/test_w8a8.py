@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from detjax.numerics import NumericsProfile, tree_reduction
+from detjax.pallas_kernels import tensor_core
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear import (
     sm90_flat_matmul,
@@ -181,6 +182,8 @@ def product_by_numpy(rows: np.ndarray, w: W8A8Matrix, bias=None, residual=None) 
         sums = (values.astype(np.int64) @ weights.astype(np.int64).T).astype(np.float32)
     else:
         sums = np.zeros((len(values), len(weights)), np.float32)
+        to_chunks = (0, 0), (0, -values.shape[1] % FLOAT8_CHUNK)
+        values, weights = np.pad(values, to_chunks), np.pad(weights, to_chunks)
         for at in range(0, values.shape[1], FLOAT8_CHUNK):
             columns = slice(at, at + FLOAT8_CHUNK)
             sums += float8_chain(values[:, columns], weights[:, columns])
@@ -296,6 +299,22 @@ def test_a_product_is_what_the_definition_says(backend, dtype, num_rows):
     assert_bitwise_equal(found, want, claim="scaled sums")
     found = linear(jnp.asarray(rows), w, out_dtype=BF16, backend=backend)
     assert_bitwise_equal(found, want.astype(ml_dtypes.bfloat16), claim="rounded once")
+
+
+@pytest.mark.parametrize("width", [576, 200])
+def test_the_last_chunk_of_float8_may_be_short(width):
+    rows, w = drawn_rows(9, width), drawn_weights((64, width), FLOAT8)
+    want = product_by_numpy(rows, w)
+    found = linear(jnp.asarray(rows), w, out_dtype=F32, backend=Backend.REFERENCE)
+    assert_bitwise_equal(found, want, claim="scaled sums")
+    values, scales = by_numpy(rows, FLOAT8)
+    sums = tensor_core.float8_product(values, np.asarray(w.values))
+    by_page = scales[:, None] * (np.asarray(w.scales)[None] * sums)
+    assert_bitwise_equal(by_page, want, claim="the definition that one reads")
+    # A short chunk in front, instead of behind, has other bits.
+    in_front = np.pad(np.asarray(w.values), ((0, 0), (-width % FLOAT8_CHUNK, 0)))
+    values = np.pad(values, ((0, 0), (-width % FLOAT8_CHUNK, 0)))
+    assert count_different_bits(tensor_core.float8_product(values, in_front), sums)
 
 
 def test_the_chain_of_float8_products_is_not_their_float32_sum():

@@ -10,7 +10,6 @@ import numpy as np
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.hopper_sums import NUM_PARTS
 from detjax.pallas_kernels.linear.quantized import (
-    FLOAT8_CHUNK,
     LARGEST,
     QuantizedRows,
     RowCoding,
@@ -155,15 +154,7 @@ def scaled_sums(x: QuantizedRows, w: W8A8Matrix, ids, bias=None) -> jax.Array:
         w: Of several experts, [E, N, K].
         ids: int32 [S], the expert of each slot. One that is not there gives zeros.
         bias: Added last, [E, N].
-
-    Raises:
-        NotImplementedError: If K of float8 is no multiple of 128.
     """
-    if x.dtype != jnp.int8 and x.shape[1] % FLOAT8_CHUNK:
-        raise NotImplementedError(
-            f"the reference backend adds float8 by chunks of {FLOAT8_CHUNK} channels, not "
-            f"{x.shape[1]} channels; use quantized_weights='auto', or portable"
-        )
     out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.float32)
     bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
     return call("w8a8_product", out, x.values, x.scales, w.values, w.scales, bias, ids)
@@ -172,11 +163,7 @@ def scaled_sums(x: QuantizedRows, w: W8A8Matrix, ids, bias=None) -> jax.Array:
 def w8a8_product(
     x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """See `w8a8.w8a8_product`.
-
-    Raises:
-        NotImplementedError: If K of float8 is no multiple of 128.
-    """
+    """See `w8a8.w8a8_product`."""
     as_experts = dataclasses.replace(w, values=w.values[None], scales=w.scales[None])
     total = scaled_sums(x, as_experts, jnp.zeros(x.shape[0], jnp.int32))
     if bias is None and residual is None and out_dtype == jnp.float32:

@@ -67,17 +67,19 @@ ffi::Error quantize_rows(ffi::ThreadPool pool, In x, In given, Out values, Out s
   return ffi::Error::Success();
 }
 
-// Rows of float8, unpacked.
+// Rows of float8, unpacked, with zeros behind them up to whole chunks: a step of zeros
+// changes no sum.
 struct Float8Rows {
-  int64_t k_len;
-  std::vector<int32_t> significands, exponents;  // [M, K]: value = significand * 2^(exponent - 3)
+  int64_t width, k_len;
+  std::vector<int32_t> significands, exponents;  // [M, k_len]: value = significand * 2^(exponent - 3)
   std::vector<uint8_t> has_nan;                  // [M]
 
-  Float8Rows(int64_t rows, int64_t k_len)
-      : k_len(k_len), significands(rows * k_len), exponents(rows * k_len), has_nan(rows) {}
+  Float8Rows(int64_t rows, int64_t width)
+      : width(width), k_len((width + kChunk8 - 1) / kChunk8 * kChunk8),
+        significands(rows * k_len), exponents(rows * k_len), has_nan(rows) {}
 
   void set(int64_t row, const uint8_t* from) {
-    for (int64_t k = 0; k < k_len; ++k) {
+    for (int64_t k = 0; k < width; ++k) {
       int e = from[k] >> 3 & 15, s = (from[k] & 7) | (e ? 8 : 0);
       significands[row * k_len + k] = from[k] & 0x80 ? -s : s;
       exponents[row * k_len + k] = e ? e - 7 : -6;
