@@ -191,7 +191,8 @@ _FILES = (
         name="save",
         parse=Path,
         metavar="FOLDER",
-        help="write the state after the last step to FOLDER/stepN-seedM",
+        help="write the state after the last step to FOLDER/stepN-seedM, and in it the trained "
+        "model as a Hugging Face folder",
     ),
     Option(
         name="resume",

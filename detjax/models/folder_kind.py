@@ -52,6 +52,11 @@ def _why_no_model(folder: Path) -> str | None:
             f"is an adapter (LoRA) of {base}, not a model; give that as the model, and this folder "
             "with --lora-modules NAME=DIR, or lora_request of LLM.generate"
         )
+    if "detjax_params.json" in files:
+        return (
+            "holds weights in a form that detjax wrote before it wrote safetensors; load it with "
+            "the version that saved it, or save the model again"
+        )
     if gguf := sorted(name for name in files if name.endswith(".gguf")):
         return (
             f"holds a GGUF file, {gguf[0]}, for llama.cpp; give {_FORMAT} it was converted from, "

@@ -18,10 +18,7 @@ TEXT_FILES = (
 )
 """All that is read of a model besides its weights."""
 
-SAVED_WEIGHTS_FILE = "detjax_params.json"
-"""Says what saved weights are, with the hash of their bytes, which is checked as they are read."""
-
-_SMALL_FILES = (*TEXT_FILES, "model.safetensors.index.json", SAVED_WEIGHTS_FILE)
+_SMALL_FILES = (*TEXT_FILES, "model.safetensors.index.json")
 
 
 def model_hash(folder: Path) -> str:

@@ -28,7 +28,6 @@ from detjax.models.quantization.expand import describe_quantization
 from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
 from detjax.models.rope import model_rope_tables
 from detjax.models.weights.dtypes import find_cast
-from detjax.models.weights.files import has_saved_params
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.models.weights.load import check_params, ignore_progress, load_params
 from detjax.models.weights.named import load_named_params
@@ -40,12 +39,7 @@ from detjax.models.weights.packed import (
     with_scale_code_of,
 )
 from detjax.models.weights.random_weights import random_params
-from detjax.models.weights.saved import (
-    check_can_save,
-    find_saved_cast,
-    restore_params,
-    save_params,
-)
+from detjax.models.weights.write import check_can_write, write_config, write_weights
 from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -155,10 +149,6 @@ class LoadedModel:
             FileNotFoundError: If a file is missing.
             ValueError: If a file is damaged, of another model, or needs another cast.
         """
-        if has_saved_params(folder):
-            raise ValueError(
-                f"{folder} holds a checkpoint of LoadedModel.save; give a folder of safetensors"
-            )
         profile = self.profile
         if (folder / "config.json").is_file():
             _check_config(folder, self.config)
@@ -241,18 +231,20 @@ class LoadedModel:
 
     @finishes_before_exit
     def save(self, folder: Path | str) -> None:
-        """Write the model as a folder that `load_model` reads: the same weights, bit for bit.
+        """Write the model as a folder in Hugging Face format: the same weights, bit for bit.
 
-        The weights become an orbax checkpoint that any mesh can restore, with a hash of its bytes
-        that is checked then; configuration, tokenizer and chat template are copied. Matrices that
-        are stored joined are cut apart first, which takes room for them on the devices.
+        transformers, vLLM and `load_model` read it, on any mesh. Configuration, tokenizer and chat
+        template are those of the folder that the model was read from. So are tensors that the
+        decoder does not read, such as those for images. Weights that were quantised are written as
+        the expansion that they stand for.
 
         Args:
             folder: Made here if need be; must not hold a model yet.
 
         Raises:
-            ValueError: If `folder` holds a model, or this one has random weights and so no
-                configuration and tokenizer to copy.
+            ValueError: If `folder` holds a model; this one has random weights and so no
+                configuration and tokenizer to copy; its weights are packed; or no value in a file
+                is read as one of its weights.
             OSError: If it cannot be written to.
         """
         self._refuse_packed("be saved")
@@ -262,21 +254,20 @@ class LoadedModel:
                 "save one that load_model has read"
             )
         folder = Path(folder)
-        check_can_save(folder)
-        if (folder / "config.json").exists():
-            raise ValueError(f"{folder} holds a model already; give another folder")
-        save_params(
+        check_can_write(folder)
+        write_weights(
             folder,
             self.own_weights(),
             load_config(self.folder),  # `self.config` may be of a shorter context
             self.mesh,
             vocab_block=self.profile.vocab_block,
-            weight_cast=self.weight_cast,
+            source=self.folder,
         )
-        if jax.process_index() == 0:  # after all have seen that the folder was free
+        if jax.process_index() == 0:
             for name in TEXT_FILES:
-                if (self.folder / name).is_file():
+                if name != "config.json" and (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, folder / name)
+            write_config(self.folder, folder, self.profile.param_dtype)  # last: now it is a model
 
 
 def _check_config(folder: Path, config: ModelConfig) -> None:
@@ -408,14 +399,13 @@ def load_model(
     quantized_weights: str = "auto",
     max_len: int | None = None,
 ) -> LoadedModel:
-    """Load a Hugging Face folder or id, or what `LoadedModel.save` wrote, onto the mesh.
+    """Load a Hugging Face folder or id onto the mesh.
 
     Quantised weights are the bfloat16 weights that they stand for (`models.quantization`), in
     whichever form they lie on the devices.
 
     Args:
-        name_or_path: A folder with config.json and safetensors or saved weights, or a Hugging Face
-            id.
+        name_or_path: A folder with config.json and safetensors, or a Hugging Face id.
         profile: The numerics to run with.
         mesh: Where to put the weights.
         backend: Which kernels will run.
@@ -423,7 +413,7 @@ def load_model(
         progress: Called with (what, bytes done, bytes in all) as tensors arrive.
         cast_weights: "bfloat16" rounds a checkpoint of float16 or float32 to it, to nearest and
             ties to even, and the fingerprint says so; "none" refuses float16 where the profile's
-            weights are bfloat16. Saved weights have been cast already, and it is remembered.
+            weights are bfloat16.
         quantized_weights: How the matrices of a quantised model lie on the devices: "packed", as
             codes of 4 or 8 bits, "expanded", as bfloat16, or "auto", which packs them on Hopper
             GPUs. These change no bit. "w8a8" multiplies 8-bit weights with activations of
@@ -433,14 +423,14 @@ def load_model(
             keep their bits.
 
     Raises:
-        ValueError: If the configuration, the weights or the mesh do not fit, naming which, a byte
-            of saved weights has changed, or a cast was asked for where there is nothing to cast.
+        ValueError: If the configuration, the weights or the mesh do not fit, naming which, or
+            a cast was asked for where there is nothing to cast.
         FileNotFoundError: If a file is missing, naming it.
     """
     folder = resolve_model(name_or_path, revision=revision)
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
-    is_saved, stored = has_saved_params(folder), read_quantization(folder)
+    stored = read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, profile, backend)
     scheme = _scheme_of(folder, form)
     if form is MatrixForm.W8A8 and config.has_shared_expert:
@@ -450,14 +440,9 @@ def load_model(
         )
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
-    if is_saved:
-        weight_cast = find_saved_cast(folder, cast_weights=cast_weights)
-    else:
-        weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=dtype)
+    weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=dtype)
 
     def make_params():
-        if is_saved:
-            return restore_params(folder, config, mesh, dtype=dtype, vocab_block=vocab_block)
         return load_params(
             folder,
             config,

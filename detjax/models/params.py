@@ -62,6 +62,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -707,13 +708,13 @@ def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def checkpoint_rows(stored: jax.Array, spec: TensorSpec) -> jax.Array:
+def checkpoint_rows(stored: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """The inverse of `stored_rows`: drop padding, and all but the first of repeated heads."""
     if not spec.is_rearranged:
         return stored
     first = {run.source: run for run in reversed(spec.runs)}
     runs = [first[source] for source in sorted(first)]
-    return jnp.concatenate([stored[run.start : run.start + run.num_rows] for run in runs])
+    return np.concatenate([stored[run.start : run.start + run.num_rows] for run in runs])
 
 
 def join(parts: Sequence[jax.Array], *, tp: int) -> jax.Array:

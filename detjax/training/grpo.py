@@ -253,7 +253,9 @@ def run_one(
     if args.save is not None:
         folder = _save_folder(args, int(state.step), seed)
         save_state(folder, state, facts=facts)
-        if args.lora is not None:
+        if args.lora is None:
+            rollout.save(folder / "model")
+        else:
             write_adapter(folder / "adapter", state.params, args.lora, setup.config)
     return GrpoRun(
         mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after

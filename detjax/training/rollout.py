@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,11 @@ class Rollout:
             return
         changed = self._change_weights(params)
         self._engine.load_weights(serving_params(changed, self._model), version=version)
+
+    @finishes_before_exit
+    def save(self, folder: Path) -> None:
+        """Write the model with the masters that `load` took last: `LoadedModel.save`."""
+        self._model.save(folder)
 
     def _serve(self, adapter: Adapter) -> None:
         """Let requests name an adapter in place of the one before."""

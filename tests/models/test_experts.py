@@ -20,7 +20,7 @@ from detjax.models.weights.hashing import hash_weights
 from detjax.models.weights.load import load_params
 from detjax.models.weights.named import load_named_params
 from detjax.models.weights.random_weights import random_params
-from detjax.models.weights.saved import restore_params, save_params
+from detjax.models.weights.write import write_weights
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -115,7 +115,7 @@ def test_names_of_tensors_are_those_of_the_family(family):
     ],
 )
 def test_every_source_gives_the_same_weights_in_place(family, tp, tmp_path):
-    """Sharded files, tensors in any order, and a saved checkpoint of another mesh."""
+    """Sharded files, tensors in any order, and a folder saved from another mesh."""
     config, tensors, mesh = CONFIGS[family], checkpoint(family), make_mesh(1, tp)
     sizes = {"dtype": jnp.bfloat16, "vocab_block": BLOCK}
     write_sharded(tmp_path, tensors)
@@ -130,9 +130,8 @@ def test_every_source_gives_the_same_weights_in_place(family, tp, tmp_path):
     other = make_mesh(1, 2)
     elsewhere = load_params(tmp_path, config, other, **sizes)
     assert hash_weights(elsewhere, config, other, vocab_block=BLOCK) == digest
-    save_params(tmp_path / "saved", elsewhere, config, other, vocab_block=BLOCK)
-    restored = restore_params(tmp_path / "saved", config, mesh, **sizes)
-    assert_same(restored, loaded, "a checkpoint")
+    write_weights(tmp_path / "saved", elsewhere, config, other, vocab_block=BLOCK, source=tmp_path)
+    assert_same(load_params(tmp_path / "saved", config, mesh, **sizes), loaded, "a saved folder")
     changed = dict(tensors)
     name = next(n for n in sorted(tensors) if ".experts.5." in n)
     changed[name] = -changed[name]

@@ -839,8 +839,17 @@ def test_identity_and_fingerprint_name_the_quantisation(tmp_path):
         "expanded to bfloat16; activations stay bfloat16 where the checkpoint asks for 8-bit "
         "float, dynamic by token"
     )
+
+
+def test_a_saved_quantised_model_is_its_expansion(tmp_path):
+    """A bfloat16 folder, of the same weights, that nothing calls quantised."""
+    folder = folder_of("llama3", tmp_path / "bf16")
+    quantize_folder(folder, tmp_path / "q", RECIPES["fp8-dynamic"], progress=ignore_progress)
+    plain, model = opened(folder), opened(tmp_path / "q")
     model.save(tmp_path / "saved")
-    assert opened(tmp_path / "saved").fingerprint == model.fingerprint
+    saved = opened(tmp_path / "saved")
+    assert saved.quantization == "none" and saved.fingerprint == plain.fingerprint
+    assert digests(saved) == digests(model) != digests(plain)
 
 
 # -------------------------------------------------------------------------------------- quantising

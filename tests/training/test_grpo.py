@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,12 +17,17 @@ from detjax import grpo as command
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.grpo import main
 from detjax.models.bundled import bundled_model_path
-from detjax.testing import assert_bitwise_equal
+from detjax.models.loading import load_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.training import grpo
 from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.rewards import Rewarded
 from detjax.training.tasks import ArithmeticTask, Gsm8k, Problem
+from detjax.training.weights import serving_params
 
 TINY = ("--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
         "--no-remat", "--backend", "portable")  # fmt: skip
@@ -49,6 +55,29 @@ def test_rollout_and_trainer_have_zero_kl_and_the_fast_rollout_has_not(tmp_path,
     runs = json.loads((tmp_path / "runs.json").read_text())
     is_zero = [run["largest_kl"] == 0 for run in runs]
     assert is_zero == [run["rollout"] == "invariant" for run in runs]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_model_that_others_can_read(tmp_path):
+    """Its weights are the masters of the saved state, rounded; the first ones are others."""
+    argv = [*TINY, "--rollout", "invariant", "--rollout-tp", "1", "--steps", "1"]
+    assert main([*argv, "--save", str(tmp_path)]) == OK
+    saved = tmp_path / "step1-seed0"
+    setup = grpo.prepare(command.grpo_args(command.make_parser().parse(argv)))
+    state = restore_state(saved, setup.trainer, facts=setup.facts("invariant", 0))
+    first, trained = (
+        load_model(
+            str(folder), profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+        )
+        for folder in (bundled_model_path(), saved / "model")
+    )
+    expected = jax.tree.leaves(serving_params(state.params, first))
+    for found, want in zip(jax.tree.leaves(trained.own_weights()), expected, strict=True):
+        assert_bitwise_equal(found, want, claim="weights of the saved model")
+    changed = jax.tree.map(count_different_bits, first.own_weights(), trained.own_weights())
+    assert sum(jax.tree.leaves(changed)) > 10**5
+    names = {path.name for path in (saved / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
 
 @pytest.mark.nightly

@@ -12,9 +12,6 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from detjax.models.identity import SAVED_WEIGHTS_FILE
-
-CHECKPOINT_ARRAYS = "params"
 INDEX_NAME = "model.safetensors.index.json"
 _DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
@@ -42,14 +39,6 @@ class StoredTensor:
     dtype: str
 
 
-def has_saved_params(folder: Path) -> bool:
-    """Whether `folder` holds what `save_params` wrote, finished or not."""
-    has_safetensors = any(folder.glob("*.safetensors"))
-    return (folder / SAVED_WEIGHTS_FILE).is_file() or (
-        (folder / CHECKPOINT_ARRAYS).is_dir() and not has_safetensors
-    )
-
-
 def check_files(folder: Path) -> None:
     """See that every file of weights is there, without opening one.
 
@@ -57,8 +46,7 @@ def check_files(folder: Path) -> None:
         FileNotFoundError: Naming the one that is missing.
         ValueError: If the index of the files is damaged.
     """
-    if not has_saved_params(folder):
-        _tensor_files(folder)
+    _tensor_files(folder)
 
 
 def _tensor_files(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:

@@ -84,3 +84,9 @@ def put_on_devices(host: Params, like: Params) -> Params:
     placed = {key: jax.device_put(*place) for key, place in places.items()}
     jax.block_until_ready(placed)
     return jax.tree.map(lambda values: placed[id(values)], host)
+
+
+def have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether arrays of one dtype are the same, signs of zeros and NaN included."""
+    words = np.dtype(f"u{a.dtype.itemsize}")
+    return np.array_equal(a.view(words), b.view(words))

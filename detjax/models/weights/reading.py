@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -24,6 +25,7 @@ from detjax.models.quantization.expand import expand_tensors
 from detjax.models.quantization.scheme import MXFP4
 from detjax.models.registry import family_named
 from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.host import have_same_bits
 
 ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_norm_whole", "k_norm_whole")
 """Tensors whose rows are channels that rotary embedding pairs."""
@@ -66,6 +68,14 @@ class Reading:
     def changes_values(self) -> bool:
         """Whether values are not those of the checkpoint."""
         return self.offset != 0 or self.scale != 1
+
+    def source_shape_of(self, tensor: np.ndarray) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor, given the decoder's."""
+        return self.source_rows, *tensor.shape[1:]
+
+    def write(self, tensor: np.ndarray, out: np.ndarray) -> None:
+        """Put the decoder's tensor, with a checkpoint's values, where it is read from."""
+        out[self.order] = tensor
 
     def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ReadRows":
         """Rows of the decoder's tensor, read when they are indexed.
@@ -124,6 +134,21 @@ class ExpertReading:
         if self.is_output_first:
             num_outputs, *inputs = self.source_shape[1:]
         return sum(len(range(num_outputs)[part]) for part in self.outputs), *inputs
+
+    def source_shape_of(self, _: np.ndarray) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return self.source_shape
+
+    def write(self, tensor: np.ndarray, out: np.ndarray) -> None:
+        """Put an expert's tensor where it is read from."""
+        start = 0
+        for outputs in self.outputs:
+            if self.is_output_first:
+                part = out[self.expert, outputs]
+            else:
+                part = np.moveaxis(out[self.expert], -1, 0)[outputs]
+            part[...] = tensor[start : start + len(part)]
+            start += len(part)
 
     def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ExpertOutputs":
         """Rows of the decoder's tensor, read when they are indexed.
@@ -450,6 +475,55 @@ def read_named(
     for reading in readings:
         rows = reading.rows_of(array, array.shape, repr(reading.source))
         yield reading.name, np.ascontiguousarray(rows[:])
+
+
+def written_tensor(
+    readings: tuple[AnyReading, ...], tensors: dict[str, np.ndarray], dtype: jnp.dtype
+) -> np.ndarray:
+    """Make a checkpoint's tensor that is read as these of the decoder, bit for bit.
+
+    Args:
+        readings: All of that tensor, from `readings_by_source`.
+        tensors: The decoder's, by name.
+        dtype: Of most weights.
+
+    Raises:
+        ValueError: If there is none, neither in `dtype` nor in float32.
+    """
+    changed = [it for it in readings if isinstance(it, Reading) and it.changes_values]
+    # WHY: a tied head has what its table was scaled from.
+    chosen = [it for it in readings if it not in changed] or changed
+    values = tensors | {
+        it.name: _unread(it, tensors[it.name], dtype) for it in changed if it in chosen
+    }
+    last = values[chosen[-1].name]
+    out = np.zeros(chosen[-1].source_shape_of(last), last.dtype)
+    for reading in chosen:
+        reading.write(values[reading.name], out)
+    for name, back in read_named(readings, out):
+        if not have_same_bits(back.astype(tensors[name].dtype), tensors[name]):
+            raise ValueError(f"{readings[0].source!r} cannot hold what is read as {name!r}")
+    return out
+
+
+def _unread(reading: Reading, stored: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """Values of a checkpoint that become these by an offset and a scale."""
+    for target in (dtype, np.dtype(np.float32)):
+        words = np.dtype(f"u{target.itemsize}")
+        exact = (stored.astype(np.float64) / reading.scale - reading.offset).astype(target)
+        out, is_found = exact.copy(), np.zeros(stored.shape, np.bool_)
+        for step in (0, 1, -1):  # the quotient is rounded, so it may be a neighbour
+            guess = (exact.view(words) + words.type(step % 2 ** (8 * target.itemsize))).view(target)
+            wide = guess.astype(np.float32) + np.float32(reading.offset)
+            back = (wide * np.float32(reading.scale)).astype(stored.dtype)
+            is_it = ~is_found & (back == stored)
+            out[is_it], is_found = guess[is_it], is_found | is_it
+        if is_found.all():
+            return out
+    raise ValueError(
+        f"{int((~is_found).sum())} values of {reading.name!r} are what no value of "
+        f"{reading.source!r} is read as, neither in {dtype.name} nor in float32"
+    )
 
 
 @functools.cache
