@@ -38,6 +38,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from detjax.engine.async_engine import StepsRequests
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.heap import frozen_heap
@@ -62,8 +63,11 @@ class _Paced:
     token_ids: itertools.cycle = field(default_factory=lambda: itertools.cycle(range(300, 900)))
 
 
-class PacedEngine:
-    """An engine whose device takes a fixed time for a step, and computes nothing."""
+class PacedEngine(StepsRequests):
+    """An engine whose device takes a fixed time for a step, and computes nothing.
+
+    Whatever else a server asks of an engine does nothing, as the protocol has it.
+    """
 
     def __init__(self, *, step_ms: float, host_ms: float):
         self._step_s, self._host_s = step_ms / 1e3, host_ms / 1e3
@@ -96,13 +100,6 @@ class PacedEngine:
     def self_check_error(self) -> str:
         """Nothing is checked."""
         return ""
-
-    def check_idle(self) -> bool:
-        """Nothing is checked."""
-        return False
-
-    def reset_prefix_cache(self) -> None:
-        """There is none."""
 
     def stats(self) -> EngineStats:
         """Nothing is counted."""

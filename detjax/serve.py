@@ -66,7 +66,7 @@ A server that is ready ends with 0 after SIGINT and SIGTERM, one that is not wit
 job of several processes 1 is also the end of another one.
 """
 
-_MODEL = (
+MODEL_OPTIONS = (
     options.MODEL,
     options.REVISION,
     Option(
@@ -98,7 +98,7 @@ _MAX_WAITING = replace(
     of_field(EngineConfig, "max_waiting"), default=4096,
     help="sequences that may wait; more are answered with 429",
 )  # fmt: skip
-_ENGINE = (
+ENGINE_OPTIONS = (
     options.MODE,
     options.SPECULATIVE_CONFIG,
     options.BACKEND,
@@ -121,6 +121,7 @@ _ENGINE = (
     options.CACHE_DIR,
     options.WARM,
 )  # fmt: skip
+ENGINE_TITLE = "engine (changes no bit of a deterministic answer)"
 _STREAM_INTERVAL = Option(
     name="stream_interval", parse=int, default=1,
     help="tokens of an answer in an event of its stream; the first goes at once. More cost the "
@@ -209,7 +210,7 @@ _CORS = (
     Option(name="allow_credentials", default=False, help="cookies and the like"),
 )  # fmt: skip
 _AT_LEAST_1 = (
-    options.TP, options.DP, options.MAX_LEN, options.BATCH_SIZE, _MAX_WAITING, _STREAM_INTERVAL,
+    options.TP, options.DP, options.MAX_LEN, options.BATCH_SIZE, _MAX_WAITING,
     _MAX_NUM_BATCHED_TOKENS, options.MAX_LORAS, options.MAX_LORA_RANK,
 )  # fmt: skip
 
@@ -217,8 +218,8 @@ _AT_LEAST_1 = (
 def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser("serve", description=description_of(__doc__), epilog=EXAMPLES)
-    add_options(parser, "model", _MODEL)
-    add_options(parser, "engine (changes no bit of a deterministic answer)", _ENGINE)
+    add_options(parser, "model", MODEL_OPTIONS)
+    add_options(parser, ENGINE_TITLE, ENGINE_OPTIONS)
     add_options(parser, "several processes, started alike but for --process-id", options.JOB)
     add_options(parser, "server", _HTTP)
     add_options(parser, "HTTPS", _HTTPS)
@@ -233,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     check_options(args)
-    with bad_input(rephrase=partial(in_flags, options=_ENGINE), kinds=(ImportError,)):
+    with bad_input(rephrase=partial(in_flags, options=ENGINE_OPTIONS), kinds=(ImportError,)):
         job = None if args.warm else find_job(args.coordinator, args.num_processes, args.process_id)
         serves = not args.warm and (job is None or job.process_id == 0)
         with listen(args.host, args.port) if serves else contextlib.nullcontext() as listener:
@@ -254,7 +255,8 @@ def _start(args: argparse.Namespace, job: JobSpec | None, listener: socket.socke
     if listener is None:
         assert job is not None
         return follow_server(args, job, open_llm)
-    _log_to_stderr(args)
+    log_to_stderr(args.log_level)
+    logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
     return asyncio.run(serve(args, listener, job))
 
 
@@ -307,7 +309,31 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse a key, a template and a model that are not there, before JAX is imported.
+    """Refuse files and a model that are not there, before JAX is imported.
+
+    Raises:
+        ValueError, OSError: Naming what it was.
+    """
+    check_model_files(args)
+    for folder in args.weights_dir:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"--weights-dir {folder} is no folder")
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if (path := getattr(args, name)) is not None and not Path(path).is_file():
+            raise FileNotFoundError(f"--{name.replace('_', '-')} {path} is no file")
+    if args.ssl_certfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                args.ssl_certfile, args.ssl_keyfile
+            )
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(
+                f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
+            ) from error
+
+
+def check_model_files(args: argparse.Namespace) -> None:
+    """Refuse a key for receipts, a template and a model that are not there.
 
     Raises:
         ValueError, OSError: Naming what it was.
@@ -324,27 +350,13 @@ def check_files(args: argparse.Namespace) -> None:
             read_template_file(Path(args.chat_template))
         except ValueError as error:
             raise ValueError(f"--chat-template: {error}") from error
-    for folder in args.weights_dir:
-        if not Path(folder).is_dir():
-            raise FileNotFoundError(f"--weights-dir {folder} is no folder")
-    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
-        if (path := getattr(args, name)) is not None and not Path(path).is_file():
-            raise FileNotFoundError(f"--{name.replace('_', '-')} {path} is no file")
-    if args.ssl_certfile is not None:
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                args.ssl_certfile, args.ssl_keyfile
-            )
-        except (ssl.SSLError, OSError) as error:
-            raise ValueError(
-                f"--ssl-certfile {args.ssl_certfile} with --ssl-keyfile {args.ssl_keyfile}: {error}"
-            ) from error
     check_model_option(args.model, args.revision)
     read_lora_modules(args.lora_modules)
     check_drafts(args.speculative_config, args.model, args.revision)
 
 
-def _log_to_stderr(args: argparse.Namespace) -> None:
+def log_to_stderr(level: str) -> None:
+    """Write what the server and the engine log to standard error."""
     # WHY: a handler of its own, as libraries that load later replace those of the root logger.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -352,8 +364,7 @@ def _log_to_stderr(args: argparse.Namespace) -> None:
     for name in ("detjax.server", "detjax.engine.running.ready_programs"):
         log = logging.getLogger(name)
         log.handlers, log.propagate = [handler], False
-        log.setLevel(args.log_level.upper())
-    logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
+        log.setLevel(level.upper())
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -372,14 +383,26 @@ def check_options(args: argparse.Namespace) -> None:
             "--warm compiles programs and keeps them, in one process; it does not go with "
             f"--no-compile, --cache-dir {NO_CACHE} or --coordinator"
         )
-    check_share(args.gpu_memory_utilization)
-    for name in ("host", "served_model_name"):
-        if getattr(args, name) is not None and not getattr(args, name).strip():
-            raise InputError(f"{flag_like(name)} is empty; leave it out for its default")
-    check_counts(args, _AT_LEAST_1)
-    with bad_input(rephrase=partial(in_flags, options=_ENGINE)):
-        EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
+    check_engine_options(args)
     _check_web_options(args)
+
+
+def check_engine_options(args: argparse.Namespace) -> None:
+    """Refuse what no engine could do.
+
+    Raises:
+        InputError: Naming the option and what to give.
+    """
+    check_share(args.gpu_memory_utilization)
+    _check_not_empty(args, "served_model_name")
+    check_counts(args, _AT_LEAST_1)
+    with bad_input(rephrase=partial(in_flags, options=ENGINE_OPTIONS)):
+        EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
+
+
+def _check_not_empty(args: argparse.Namespace, name: str) -> None:
+    if getattr(args, name) is not None and not getattr(args, name).strip():
+        raise InputError(f"{flag_like(name)} is empty; leave it out for its default")
 
 
 def _check_admin_options(args: argparse.Namespace) -> None:
@@ -394,6 +417,8 @@ def _check_admin_options(args: argparse.Namespace) -> None:
 
 
 def _check_web_options(args: argparse.Namespace) -> None:
+    _check_not_empty(args, "host")
+    check_counts(args, (_STREAM_INTERVAL,))
     if not 0 <= args.port < 2**16:
         raise InputError(f"--port {args.port} must be from 0 to 65535")
     if args.requests_per_key and not args.api_key:

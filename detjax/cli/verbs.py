@@ -22,6 +22,10 @@ VERBS = {
         module="detjax.serve",
         does="answer over HTTP with OpenAI's API, whatever the load",
     ),
+    "run_batch": Verb(
+        module="detjax.run_batch",
+        does="answer a file of requests in the format of OpenAI's batch API",
+    ),
     "eval": Verb(
         module="detjax.eval",
         does="run lm-evaluation-harness, with the same scores at any batch and mesh",

@@ -21,6 +21,7 @@ FILES = {
     "prompts.jsonl": '{"prompt": "a"}\n{"prompt": "b", "sampling": {"max_tokens": 3}}\n',
     "prompts.txt": "a\nb\n",
     "old.jsonl": '{"text": "a", "correct": true}\n{"text": "b", "correct": false}\n',
+    "requests.jsonl": '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a"}}\n',
     "new.jsonl": '{"text": "a", "correct": true}\n{"text": "b", "correct": true}\n',
 }
 """What the examples read and do not write themselves."""
@@ -131,6 +132,7 @@ def run(words: list[str], digests: list[str]) -> int:
         "replay",
         "audit",
         "compare",
+        "run_batch",
         pytest.param("diverge", marks=pytest.mark.nightly),
     ],
 )
