@@ -32,6 +32,7 @@ from detjax.training.gradients import (
     with_gradient,
 )
 from detjax.training.operations import norm_gradients
+from detjax.training.rounding import stored_gain
 
 
 def router_logits(
@@ -240,7 +241,7 @@ def combine_experts_add_rms_norm(
 
     def kernel(y, weights, residual, gain):
         return combine_experts_kernel(
-            y, weights, residual, gain.astype(dtype), eps=eps, backend=ctx.backend
+            y, weights, residual, stored_gain(gain, ctx.config, dtype), eps=eps, backend=ctx.backend
         )
 
     def of_weights(of_total, y):

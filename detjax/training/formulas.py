@@ -21,6 +21,12 @@ def plain_swiglu(gate_up):
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
+def plain_geglu(gate_up):
+    """The formula of `geglu`."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.gelu(gate, approximate=True) * up).astype(gate_up.dtype)
+
+
 def plain_rope(x, cos, sin):
     """Rotate [T, H, C] by tables [T, half]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
+from detjax.models.config import Gating
 from detjax.models.layers import ForwardContext, angles_of
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
@@ -70,7 +71,8 @@ class TrainingOps:
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Multiply, then gate: the bits of both operations in one launch."""
-        return ops.swiglu(
+        gated = ops.geglu if self.ctx.config.gating is Gating.GEGLU else ops.swiglu
+        return gated(
             self.ctx,
             self.sums,
             ops.linear(

@@ -23,6 +23,7 @@ from detjax.models.transformer import AfterGains
 from detjax.numerics import tree_reduction
 from detjax.pallas_kernels.attention.api import attention as attention_kernel
 from detjax.pallas_kernels.embedding.api import embed as embed_kernel
+from detjax.pallas_kernels.geglu.api import geglu as geglu_kernel
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
 from detjax.pallas_kernels.linear.api import linear_partial
@@ -38,7 +39,7 @@ from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import TP_AXIS
 from detjax.training import adapter_operations
 from detjax.training.attention_gradient import SelfAttention, attention_gradients
-from detjax.training.formulas import plain_rms_norm, plain_swiglu
+from detjax.training.formulas import plain_geglu, plain_rms_norm, plain_swiglu
 from detjax.training.gradients import (
     XLA_ROWS,
     GradientSums,
@@ -47,23 +48,29 @@ from detjax.training.gradients import (
     with_gradient,
 )
 from detjax.training.lora import AdaptedMaster
+from detjax.training.rounding import stored_gain, stored_table, tied_factor
 
 
 def embed(
     ctx: ForwardContext, sums: GradientSums, table: Float32[Array, "V D"], ids: Int32[Array, " M"]
 ) -> Activation[Array, "M D"]:
     """Look up one row a token: `embedding.api.embed`."""
-    profile = ctx.profile
+    profile, param_dtype = ctx.profile, ctx.profile.param_dtype
 
     def kernel(table, ids):
-        rounded = table.astype(profile.param_dtype)
-        return embed_kernel(rounded, ids, out_dtype=profile.activation_dtype, backend=ctx.backend)
+        stored = stored_table(table, ctx.config, profile.param_dtype)
+        return embed_kernel(stored, ids, out_dtype=profile.activation_dtype, backend=ctx.backend)
 
     def gradient(args, _, cotangent):
         table, ids = args
         # WHY: a product, since a scatter-add has no order.
         is_token = jax.nn.one_hot(ids, table.shape[0], dtype=cotangent.dtype)
-        return sums.of_weights(is_token, cotangent), None
+        of_table, factor = (
+            sums.of_weights(is_token, cotangent),
+            tied_factor(ctx.config, param_dtype),
+        )
+        # ROUND: the sum times the factor, where there is one.
+        return of_table if factor == 1 else of_table * jnp.float32(factor), None
 
     return with_gradient(kernel, gradient)(table, ids)
 
@@ -75,8 +82,8 @@ def rms_norm(
     eps = ctx.config.rms_norm_eps
 
     def kernel(x, gain):
-        rounded = gain.astype(ctx.profile.param_dtype)
-        return rms_norm_kernel(x, rounded, eps=eps, backend=ctx.backend)
+        stored = stored_gain(gain, ctx.config, ctx.profile.param_dtype)
+        return rms_norm_kernel(x, stored, eps=eps, backend=ctx.backend)
 
     def formula(x, gain):
         return plain_rms_norm(x, gain[None], eps)
@@ -157,7 +164,7 @@ def linear_add_rms_norm(
 
     def kernel(x, w, residual, bias, gain):
         bias = None if bias is None else bias.astype(dtype)
-        w, gain = w.astype(dtype), gain.astype(dtype)
+        w, gain = w.astype(dtype), stored_gain(gain, ctx.config, dtype)
         if ctx.tp == 1:
             return linear_add_rms_norm_kernel(x, w, residual, bias, gain, reduction=reduction, **on)
         partial = linear_partial(x, w, reduction=reduction, backend=ctx.backend)
@@ -204,9 +211,9 @@ def add_rms_norm(
     eps = ctx.config.rms_norm_eps
 
     def kernel(added, residual, gain):
-        rounded = gain.astype(ctx.profile.param_dtype)
+        stored = stored_gain(gain, ctx.config, ctx.profile.param_dtype)
         wide = added.astype(jnp.float32)
-        return add_rms_norm_kernel(wide, residual, None, rounded, eps=eps, backend=ctx.backend)
+        return add_rms_norm_kernel(wide, residual, None, stored, eps=eps, backend=ctx.backend)
 
     def gradient(args, out, cotangents):
         of_total, of_gain = norm_gradients(sums, eps, out[0], args[2], cotangents)
@@ -225,6 +232,20 @@ def swiglu(
 
     def gradient(args, _, cotangent):
         return sums.of_formula(plain_swiglu, args, (), cotangent)[0]
+
+    return with_gradient(kernel, gradient)(gate_up)
+
+
+def geglu(
+    ctx: ForwardContext, sums: GradientSums, gate_up: Activation[Array, "M E"]
+) -> Activation[Array, "M F"]:
+    """Gate the second half of the columns by the GELU of the first: `geglu.api.geglu`."""
+
+    def kernel(gate_up):
+        return geglu_kernel(gate_up, backend=ctx.backend)
+
+    def gradient(args, _, cotangent):
+        return sums.of_formula(plain_geglu, args, (), cotangent)[0]
 
     return with_gradient(kernel, gradient)(gate_up)
 
@@ -259,7 +280,7 @@ def self_attention(
 
     def kernel(qkv, gains, cos, sin, positions):
         if gains is not None:
-            gains = tuple(gain.astype(profile.param_dtype) for gain in gains)
+            gains = tuple(stored_gain(gain, config, profile.param_dtype) for gain in gains)
         num_blocks = -(-length // profile.attention_block)
         page = (2, num_kv, profile.attention_block, channels)
         pages = jnp.zeros((1, batch * num_blocks, *page), qkv.dtype)

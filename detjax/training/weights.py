@@ -6,6 +6,7 @@ a mesh nor a kernel's layout affects them. Tied embeddings are there once.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.models.config import Gating, ModelConfig
+from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
     ParamRole,
@@ -33,6 +34,7 @@ from detjax.models.params import (
 from detjax.numerics import NumericsProfile
 from detjax.parallel.dispatch import OrderedJit, put
 from detjax.parallel.mesh import TP_AXIS
+from detjax.training.rounding import stored_gain, stored_table
 
 
 def _bits(array: jax.Array) -> jax.Array:
@@ -50,32 +52,28 @@ def _program(function: Callable[..., Any], *facts: Any) -> OrderedJit:
     return OrderedJit(jax.jit(functools.partial(function, *facts), compiler_options=EXACT_OPTIONS))
 
 
-def _as_dtype(dtype: Any, tree: Any) -> Any:
+def _floats(tree: Any) -> Any:
     """The inverse of `_bits`, of a tree."""
-    return jax.tree.map(lambda bits: lax.bitcast_convert_type(bits, dtype), tree)
+    floats = {2: jnp.bfloat16, 4: jnp.float32}
+    return jax.tree.map(lambda it: lax.bitcast_convert_type(it, floats[it.dtype.itemsize]), tree)
 
 
 def move_bits(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Put an array elsewhere."""
     moved = put(_program(_bits)(array), sharding)
-    return _program(_as_dtype, array.dtype)(moved)
+    return _program(_floats)(moved)
 
 
 def why_not_trained(config: ModelConfig) -> str | None:
     """What of a model has no backward pass, or None if all has one."""
     lacking = {
         "soft caps": config.attention_softcap is not None or config.logits_softcap is not None,
-        "GeGLU": config.gating is not Gating.SWIGLU,
-        "gains in float32": any(
-            spec.is_wide and spec.role is ParamRole.GAIN
-            for spec in jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
-        ),
+        "a scale of logits that is no power of two": math.frexp(config.logits_scale)[0] != 0.5,
         "sinks": config.has_sinks,
         "linear attention": config.linear_attention is not None,
         "experts with biases": config.has_clamped_experts,
         "a shared expert": config.has_shared_expert,
         "a router of sigmoids": config.has_sigmoid_router,
-        "a tied embedding table with a factor": config.tie_word_embeddings != config.ties_table,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]
     return " and ".join(found) or None
@@ -122,8 +120,8 @@ def _masters(config: ModelConfig, vocab_block: int, params: dict[str, Any]) -> d
         return tuple(separate(stored, [tensor.rows_of_rank(1) for tensor in spec.tensors], tp=1))
 
     stored = by_tensor(jax.tree.map(cut, specs, params))
-    if config.tie_word_embeddings:
-        del stored["lm_head"], tensors["lm_head"]
+    if config.tie_word_embeddings:  # the head is what a checkpoint has
+        stored["embed"], tensors["embed"] = stored.pop("lm_head"), tensors.pop("lm_head")
 
     def master(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
         return tensor[: spec.source_shape[0]].astype(jnp.float32)
@@ -150,7 +148,7 @@ def serving_params(params: dict[str, Any], model: LoadedModel) -> dict[str, Any]
         stored,
         _partitions(*facts),
     )
-    return _program(_as_dtype, model.profile.param_dtype)(placed)
+    return _program(_floats)(placed)
 
 
 def _partitions(config: ModelConfig, profile: NumericsProfile, tp: int) -> dict[str, Any]:
@@ -164,11 +162,20 @@ def _stored_bits(
     sizes = {"tp": tp, "vocab_block": profile.vocab_block}
     specs, tensors = (make(config, **sizes) for make in (param_specs, tensor_specs))
 
+    dtype = profile.param_dtype
+
     def rounded_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
-        return stored_rows(_bits(tensor.astype(profile.param_dtype)), spec)
+        is_gain = spec.role is ParamRole.GAIN
+        rounded = (
+            stored_gain(tensor, config, dtype) if is_gain else tensor.astype(spec.dtype(dtype))
+        )
+        return stored_rows(_bits(rounded), spec)
 
     def joined(_: ParamSpec, parts: tuple[jax.Array, ...]) -> jax.Array:
         return join(parts, tp=tp)
 
     rows = jax.tree.map(rounded_rows, {"lm_head": params["embed"], **params}, tensors)
+    rows["embed"] = stored_rows(
+        _bits(stored_table(params["embed"], config, dtype)), tensors["embed"]
+    )
     return jax.tree.map(joined, specs, by_param(rows))

@@ -2,6 +2,7 @@
 """Models, sequences and an engine's answers that several files use."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -12,7 +13,9 @@ import pytest
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.config import Gating
 from detjax.models.loading import LoadedModel
+from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.batch import Scored
@@ -100,15 +103,17 @@ def _plain_logprobs(xp, config, params, ids):
     length, channels, num_heads = len(ids) - 1, config.head_dim, config.num_heads
     half = channels // 2
     wide = params["embed"].dtype
-    angle = np.arange(length)[:, None] * config.rope.theta ** (-np.arange(half) / half)
-    cos, sin = (xp.asarray(f(angle)[:, None, :], wide) for f in (np.cos, np.sin))
+    ropes = [
+        [table[:length, None] for table in rope_tables(rope, head_dim=channels, max_len=length)]
+        for rope in config.ropes
+    ]
     back = np.arange(length)[:, None] - np.arange(length)[None, :]
 
     def norm(x, gain):
         mean_square = xp.mean(x * x, axis=-1, keepdims=True)
         return x / xp.sqrt(mean_square + config.rms_norm_eps) * gain[(None,) * (x.ndim - 1)]
 
-    def turn(x):
+    def turn(x, cos, sin):
         a, b = x[..., :half], x[..., half:]
         return xp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -116,7 +121,13 @@ def _plain_logprobs(xp, config, params, ids):
         return weights[f"{name}_bias"][None, :] if f"{name}_bias" in weights else 0.0
 
     def gated(gate, up):
+        if config.gating is Gating.GEGLU:
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            return gate / 2 * (1 + xp.tanh(inner)) * up
         return gate / (1 + xp.exp(-gate)) * up
+
+    def after(x, weights, name):
+        return norm(x, weights[name]) if name in weights else x
 
     def experts(h, weights):
         p = h @ weights["router"].T
@@ -127,8 +138,11 @@ def _plain_logprobs(xp, config, params, ids):
         gate, up = (xp.einsum("td,efd->tef", h, weights[f"expert_{n}"]) for n in ("gate", "up"))
         return xp.einsum("te,tef,edf->td", w, gated(gate, up), weights["expert_down"])
 
-    x = params["embed"][xp.asarray(ids[:-1])]
-    for weights, window in zip(params["layers"], config.sliding_windows, strict=True):
+    x = params["embed"][xp.asarray(ids[:-1])] * np.asarray(config.embedding_scale, wide)
+    which = config.layer_ropes or (0,) * config.num_layers
+    layers = zip(params["layers"], config.sliding_windows, which, strict=True)
+    for weights, window, rope in layers:
+        cos, sin = (xp.asarray(table, wide) for table in ropes[rope])
         h = norm(x, weights["attn_norm"])
         q, k, v = (
             (h @ weights[name].T + bias(weights, name)).reshape(length, -1, channels)
@@ -136,7 +150,7 @@ def _plain_logprobs(xp, config, params, ids):
         )
         if config.qk_norm:
             q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
-        q, k = turn(q), turn(k)
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
         group = num_heads // config.num_kv_heads
         k, v = xp.repeat(k, group, axis=1), xp.repeat(v, group, axis=1)
         scores = xp.einsum("thc,shc->hts", q, k) / np.asarray(channels**0.5, wide)
@@ -144,12 +158,14 @@ def _plain_logprobs(xp, config, params, ids):
         scores = xp.where(is_seen[None], scores, np.asarray(-1e30, wide))
         e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
         out = xp.einsum("hts,shc->thc", e / xp.sum(e, axis=-1, keepdims=True), v)
-        x = x + out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
+        out = out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
+        x = x + after(out, weights, "attn_norm_after")
         h = norm(x, weights["mlp_norm"])
         if "router" in weights:
             x = x + experts(h, weights)
             continue
-        x = x + gated(h @ weights["gate"].T, h @ weights["up"].T) @ weights["down"].T
+        out = gated(h @ weights["gate"].T, h @ weights["up"].T) @ weights["down"].T
+        x = x + after(out, weights, "mlp_norm_after")
     logits = norm(x, params["final_norm"]) @ params.get("lm_head", params["embed"]).T
     top = xp.max(logits, axis=-1, keepdims=True)
     lse = top + xp.log(xp.sum(xp.exp(logits - top), axis=-1, keepdims=True))

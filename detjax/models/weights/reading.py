@@ -271,7 +271,7 @@ def readings(config: ModelConfig, dtype: DTypeLike) -> dict[str, AnyReading]:
     ]
     if config.has_output_gate:
         found = [_ungated(reading, config.head_dim) for reading in found]
-    found += _model_readings(config, family, specs, dtype)
+    found += _model_readings(config, specs, dtype)
     plan: dict[str, AnyReading] = {it.name: it for it in found if not it.is_plain}
     if (stacked := family.stacked) is not None:
         plan |= {
@@ -387,14 +387,19 @@ def _suffix(stem: str) -> str:
     return stem.split(".", 3)[3]
 
 
+def table_factor(config: ModelConfig, dtype: DTypeLike) -> float:
+    """What the embedding table is a checkpoint's times; of Gemma it is rounded to the dtype."""
+    family = family_named(config.family)
+    if family is None or not family.scales_embedding:
+        return config.embedding_scale
+    return float(np.asarray(config.embedding_scale, np.dtype(dtype)))
+
+
 def _model_readings(
-    config: ModelConfig, family: Family, specs: dict[str, Any], dtype: DTypeLike
+    config: ModelConfig, specs: dict[str, Any], dtype: DTypeLike
 ) -> Iterator[Reading]:
     """Those of what stands once in a model."""
-    scale = config.embedding_scale
-    if family.scales_embedding:
-        scale = float(np.asarray(scale, np.dtype(dtype)))
-    vocab = config.vocab_size
+    scale, vocab = table_factor(config, dtype), config.vocab_size
     yield Reading(
         name=EMBED_NAME, source=EMBED_NAME, source_rows=vocab, start=0, num_rows=vocab, scale=scale
     )
