@@ -10,6 +10,9 @@ class Withheld:
 
     Attributes:
         float8_cache: Keys and values of 8 bits.
+        later_gradients: Training of GeGLU, gains in float32, scaled tables, shared experts and
+            routers of sigmoids.
     """
 
     float8_cache: str = ""
+    later_gradients: str = ""

@@ -20,7 +20,9 @@ from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combin
 from detjax.pallas_kernels.moe.api import expert_linear
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
+from detjax.pallas_kernels.moe.api import route_by_sigmoid as route_by_sigmoid_kernel
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate as sigmoid_gate_kernel
 from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.training.formulas import plain_swiglu
 from detjax.training.gradients import (
@@ -34,89 +36,150 @@ from detjax.training.gradients import (
 from detjax.training.operations import norm_gradients
 from detjax.training.rounding import stored_gain
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
 
 def router_logits(
     ctx: ForwardContext,
     sums: GradientSums,
     x: Activation[Array, "M D"],
     w: Float32[Array, "U D"],
-) -> Float32[Array, "M U"]:
-    """Multiply by a router as it is stored, and keep float32: `linear.api.linear`.
+    *,
+    out_dtype: jnp.dtype = FLOAT32,
+) -> Activation[Array, "M U"]:
+    """Multiply by a router as it is stored, or by the gate of a shared expert: `linear.api.linear`.
 
     A canonical gradient rounds the cotangents of logits to the activations' dtype, as those of the
-    log-softmax are.
+    log-softmax are. A router of sigmoids is float32, and its row's cotangent is a float32 product.
     """
-    dtype, f32 = ctx.profile.param_dtype, jnp.dtype(jnp.float32)
+    is_wide = ctx.config.has_sigmoid_router and out_dtype == FLOAT32
+    dtype = FLOAT32 if is_wide else ctx.profile.param_dtype
     num_experts = w.shape[0]
     num_zeros = padded_router_size(num_experts) - num_experts
 
     def kernel(x, w):
-        stored = (
-            jnp.pad(w.astype(dtype), ((0, num_zeros), (0, 0))) if num_zeros else w.astype(dtype)
-        )
-        logits = linear_kernel(x, stored, out_dtype=f32, backend=ctx.backend)
+        stored = jnp.pad(w.astype(dtype), ((0, num_zeros), (0, 0)))
+        logits = linear_kernel(x, stored, out_dtype=out_dtype, backend=ctx.backend)
         return logits[:, :num_experts]
 
     def gradient(args, _, cotangent):
         x, w = args
         if isinstance(sums, CanonicalSums):
-            return linear_gradients(sums, x, w, cotangent.astype(x.dtype), dtype)
-        of_x, of_w = linear_gradients(sums, x.astype(f32), w, cotangent, dtype)
+            rounded = cotangent.astype(x.dtype)
+            wide = rounded.astype(FLOAT32) if is_wide else rounded
+            of_x = sums.rows_times(wide, w.astype(dtype).T).astype(x.dtype)
+            return of_x, sums.of_weights(rounded, x)
+        wide = cotangent.astype(FLOAT32)
+        of_x, of_w = linear_gradients(sums, x.astype(FLOAT32), w, wide, dtype)
         return of_x.astype(x.dtype), of_w
 
     return with_gradient(kernel, gradient)(x, w)
 
 
 def route(
-    ctx: ForwardContext, sums: GradientSums, logits: Float32[Array, "M U"]
+    ctx: ForwardContext,
+    sums: GradientSums,
+    logits: Float32[Array, "M U"],
+    correction: Float32[Array, " U"] | None = None,
 ) -> tuple[Int32[Array, "M Q"], Float32[Array, "M Q"]]:
-    """Choose each row's experts and weigh them: `moe.api.route`. The choice has no gradient."""
+    """Choose each row's experts and weigh them: `moe.api.route`, or `route_by_sigmoid`.
+
+    The latter has a correction. The choice has no gradient, and so the correction has none.
+    """
     config = ctx.config.experts
     assert config is not None  # whoever has a router
+    options: dict = {
+        "num_experts": config.num_experts, "top_k": config.top_k,
+        "renormalise": config.renormalise, "backend": ctx.backend,
+    }  # fmt: skip
 
-    def kernel(logits):
-        return route_kernel(
-            logits,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            renormalise=config.renormalise,
-            backend=ctx.backend,
-        )
+    def kernel(logits, correction):
+        if correction is None:
+            return route_kernel(logits, **options)
+        return route_by_sigmoid_kernel(logits, correction, scale=config.sigmoid_scale, **options)
 
     def gradient(args, out, cotangents):
-        (logits,), (expert_ids, weights_of) = args, out
-        if isinstance(sums, CanonicalSums):
+        (logits, correction), (expert_ids, weights_of) = args, out
+        if correction is None:
             of_rows = functools.partial(_of_logits, renormalise=config.renormalise)
-            return (sums.map_rows(of_rows, (logits, expert_ids, weights_of, cotangents[1])),)
+        else:
+            of_rows = functools.partial(
+                _of_sigmoids, renormalise=config.renormalise, scale=config.sigmoid_scale
+            )
+        if isinstance(sums, CanonicalSums):
+            rows = logits, expert_ids, weights_of, cotangents[1]
+            return sums.map_rows(of_rows, rows), None
         # WHY: a product, since a scatter-add on a GPU has no order.
         is_chosen = jax.nn.one_hot(expert_ids, logits.shape[1], dtype=jnp.float32)
 
         def weights(logits):
-            probabilities = jax.nn.softmax(logits, axis=1)
-            chosen = jnp.sum(is_chosen * probabilities[:, None, :], axis=2)
-            return chosen / jnp.sum(chosen, axis=1, keepdims=True) if config.renormalise else chosen
+            by_sigmoid = correction is not None
+            powers = jax.nn.sigmoid(logits) if by_sigmoid else jax.nn.softmax(logits, axis=1)
+            chosen = jnp.sum(is_chosen * powers[:, None, :], axis=2)
+            if config.renormalise:
+                chosen = chosen / jnp.sum(chosen, axis=1, keepdims=True)
+            return chosen * config.sigmoid_scale if by_sigmoid else chosen
 
-        return jax.vjp(weights, logits)[1](cotangents[1])
+        (of_logits,) = jax.vjp(weights, logits)[1](cotangents[1])
+        return of_logits, None
 
-    return with_gradient(kernel, gradient)(logits)
+    return with_gradient(kernel, gradient)(logits, correction)
+
+
+def _ordered_mean(weights, of_weights) -> jax.Array:
+    """# ORDER: ((w0 g0 + w1 g1) + w2 g2) + ..., g = a weight's cotangent, in order of rank."""
+    # ROUND: products before their sums, which thus fuse with none of them.
+    products = lax.optimization_barrier(weights * of_weights)
+    return functools.reduce(operator.add, jnp.split(products, weights.shape[1], axis=1))
+
+
+def _of_sigmoids(
+    logits, expert_ids, weights, of_weights, *, renormalise: bool, scale: float
+) -> jax.Array:
+    """Cotangents of a leaf's logits: `w (g - mean / scale) (1 - sigmoid(logit))` of those chosen.
+
+    The mean is 0 without `renormalise`.
+    """
+    mean = _ordered_mean(weights, of_weights) / scale if renormalise else 0.0
+    rows = jnp.arange(logits.shape[0])[:, None]
+    rest = 1.0 / (1.0 + jnp.exp(logits[rows, expert_ids]))
+    out = jnp.zeros_like(logits)
+    return out.at[rows, expert_ids].set(weights * (of_weights - mean) * rest)
 
 
 def _of_logits(logits, expert_ids, weights, of_weights, *, renormalise: bool) -> jax.Array:
     """Cotangents of a leaf's logits, from those of its experts' weights.
 
-    # ORDER: ((w0 g0 + w1 g1) + w2 g2) + ..., g = a weight's cotangent, in order of rank; without
-    `renormalise` the probabilities of all experts by the tree of `route`.
+    # ORDER: without `renormalise` the probabilities of all experts by the tree of `route`.
     """
-    # ROUND: products before their sums, which thus fuse with none of them.
-    products = lax.optimization_barrier(weights * of_weights)
-    terms = jnp.split(products, weights.shape[1], axis=1)
-    mean = functools.reduce(operator.add, terms)
+    mean = _ordered_mean(weights, of_weights)
     out = jnp.zeros_like(logits)
     if not renormalise:
         powers = jnp.exp(logits - jnp.max(logits, axis=1, keepdims=True))
         out = -(powers / row_sums(powers)) * mean
     rows = jnp.arange(logits.shape[0])[:, None]
     return out.at[rows, expert_ids].set(weights * (of_weights - mean))
+
+
+def sigmoid_gate(
+    ctx: ForwardContext,
+    sums: GradientSums,
+    rows: Activation[Array, "M D"],
+    gate: Activation[Array, "M 1"],
+) -> Activation[Array, "M D"]:
+    """Multiply each row by the sigmoid of its gate: `output_gate.api.sigmoid_gate`."""
+
+    def kernel(rows, gate):
+        return sigmoid_gate_kernel(rows, jnp.broadcast_to(gate, rows.shape), backend=ctx.backend)
+
+    def formula(rows, gate):
+        wide = jax.nn.sigmoid(gate.astype(jnp.float32)) * rows.astype(jnp.float32)
+        return wide.astype(rows.dtype)
+
+    def gradient(args, _, cotangent):
+        return sums.of_formula(formula, args, (), cotangent)[0]
+
+    return with_gradient(kernel, gradient)(rows, gate)
 
 
 def expert_mlp(

@@ -98,15 +98,31 @@ class TrainingOps:
         """Run the operations of a server's one rank; `cache` counts for the balance."""
         ctx, sums, x = self.ctx, self.sums, stream.x
         logits = expert_ops.router_logits(ctx, sums, x, weights["router"])
-        expert_ids, expert_weights = expert_ops.route(ctx, sums, logits)
+        correction = weights.get("router_correction")
+        expert_ids, expert_weights = expert_ops.route(ctx, sums, logits, correction)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
         y = expert_ops.expert_mlp(ctx, sums, x, expert_ids, *joined)
+        if ctx.config.has_shared_expert:
+            y = jnp.concatenate([y, self._shared_expert(weights, x)[:, None]], axis=1)
+            ones = jnp.ones((len(y), 1), jnp.float32)
+            expert_weights = jnp.concatenate([expert_weights, ones], axis=1)
         added = expert_ops.combine_experts_add_rms_norm(
             ctx, sums, y, expert_weights, stream.residual, gain
         )
         if cache is not None:
             cache = _counted(cache, logits, expert_ids, self.batch.places < self.positions.size)
         return cache, Stream(*added)
+
+    def _shared_expert(self, weights: dict, x: jax.Array) -> jax.Array:
+        """What the expert of every row gives."""
+        ctx, sums = self.ctx, self.sums
+        gate_up, down = (_joined(weights, f"shared_{name}") for name in ("gate_up", "down"))
+        own = ops.linear(ctx, sums, x, gate_up, widths=_widths(weights, "shared_gate_up"))
+        out = ops.linear(ctx, sums, ops.swiglu(ctx, sums, own), down, widths=(len(down),))
+        if "shared_gate" not in weights:
+            return out
+        gate = expert_ops.router_logits(ctx, sums, x, weights["shared_gate"], out_dtype=x.dtype)
+        return expert_ops.sigmoid_gate(ctx, sums, out, gate)
 
 
 def _normalise_all_heads(

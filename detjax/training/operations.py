@@ -280,7 +280,8 @@ def self_attention(
 
     def kernel(qkv, gains, cos, sin, positions):
         if gains is not None:
-            gains = tuple(stored_gain(gain, config, profile.param_dtype) for gain in gains)
+            of_q, of_k = (stored_gain(gain, config, profile.param_dtype) for gain in gains)
+            gains = of_q, of_k
         num_blocks = -(-length // profile.attention_block)
         page = (2, num_kv, profile.attention_block, channels)
         pages = jnp.zeros((1, batch * num_blocks, *page), qkv.dtype)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.models.config import ModelConfig
+from detjax.models.config import Gating, ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
     ParamRole,
@@ -32,6 +32,7 @@ from detjax.models.params import (
     tensor_specs,
 )
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.dispatch import OrderedJit, put
 from detjax.parallel.mesh import TP_AXIS
 from detjax.training.rounding import stored_gain, stored_table
@@ -72,11 +73,20 @@ def why_not_trained(config: ModelConfig) -> str | None:
         "sinks": config.has_sinks,
         "linear attention": config.linear_attention is not None,
         "experts with biases": config.has_clamped_experts,
-        "a shared expert": config.has_shared_expert,
-        "a router of sigmoids": config.has_sigmoid_router,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]
     return " and ".join(found) or None
+
+
+def _has_later_gradients(config: ModelConfig) -> bool:
+    """Whether a model has what the gradients of the first families have not."""
+    return (
+        config.gating is not Gating.SWIGLU
+        or config.gain_offset != 0
+        or config.tie_word_embeddings != config.ties_table
+        or config.has_shared_expert
+        or config.has_sigmoid_router
+    )
 
 
 def master_params(model: LoadedModel) -> dict[str, Any]:
@@ -102,6 +112,9 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
 def _one_rank(model: LoadedModel) -> dict[str, Any]:
     """The weights of a model that is not split."""
     tp = model.mesh.shape[TP_AXIS]
+    withheld = KERNELS[model.backend].withheld.later_gradients
+    if withheld and _has_later_gradients(model.config):
+        raise ValueError(f"a model of {model.config.family!r} cannot be trained here: {withheld}")
     if (why := why_not_trained(model.config)) is not None:
         raise ValueError(
             f"a model of {model.config.family!r} cannot be trained: {why} has no backward pass yet"

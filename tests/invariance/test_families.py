@@ -145,7 +145,7 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
         with pytest.raises(ValueError, match="cannot be trained"):
             master_params(made)
         untrained = "gemma2", "gpt_oss", "gpt_oss_bfloat16", "qwen3_5"
-        assert case in (*untrained, "qwen2_moe", "qwen3_5_moe", "glm4_moe", "qwen3_next"), why
+        assert case in (*untrained, "qwen3_5_moe", "qwen3_next"), why
         return
     done = alone(case)[:4]
     if made.config.tie_word_embeddings != made.config.ties_table:
@@ -174,7 +174,9 @@ def test_training_has_the_bits_of_serving_or_says_why_not(case):
         answer = row[len(completion.prompt_token_ids) - 1 :]
         assert_bitwise_equal(answer, np.stack(completion.logprobs), claim=case)
     for path, leaf in jax.tree.leaves_with_path(gradients):
-        assert bool(jnp.isfinite(leaf).all() and jnp.any(leaf != 0)), jax.tree_util.keystr(path)
+        name = jax.tree_util.keystr(path)
+        moves = "router_correction" not in name  # which has a part in the choice alone
+        assert bool(jnp.isfinite(leaf).all()) and bool(jnp.any(leaf != 0)) == moves, name
 
 
 @EVERY

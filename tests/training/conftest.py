@@ -131,12 +131,25 @@ def _plain_logprobs(xp, config, params, ids):
 
     def experts(h, weights):
         p = h @ weights["router"].T
-        p = xp.exp(p - xp.max(p, axis=-1, keepdims=True))
-        is_chosen = p >= xp.sort(p, axis=-1)[:, -config.experts.top_k, None]
+        if config.has_sigmoid_router:
+            p = 1 / (1 + xp.exp(-p))
+            order = p + weights["router_correction"][None]
+        else:
+            order = p = xp.exp(p - xp.max(p, axis=-1, keepdims=True))
+        is_chosen = order >= xp.sort(order, axis=-1)[:, -config.experts.top_k, None]
         w = xp.where(is_chosen, p, np.asarray(0, wide))
-        w = w / xp.sum(w if config.experts.renormalise else p, axis=-1, keepdims=True)
+        if config.experts.renormalise or not config.has_sigmoid_router:
+            w = w / xp.sum(w if config.experts.renormalise else p, axis=-1, keepdims=True)
+        w = w * np.asarray(config.experts.sigmoid_scale or 1, wide)
         gate, up = (xp.einsum("td,efd->tef", h, weights[f"expert_{n}"]) for n in ("gate", "up"))
-        return xp.einsum("te,tef,edf->td", w, gated(gate, up), weights["expert_down"])
+        out = xp.einsum("te,tef,edf->td", w, gated(gate, up), weights["expert_down"])
+        if not config.has_shared_expert:
+            return out
+        gate, up = (h @ weights[f"shared_{n}"].T for n in ("gate_proj", "up_proj"))
+        shared = gated(gate, up) @ weights["shared_down"].T
+        if "shared_gate" in weights:
+            shared = shared / (1 + xp.exp(-(h @ weights["shared_gate"].T)))
+        return out + shared
 
     x = params["embed"][xp.asarray(ids[:-1])] * np.asarray(config.embedding_scale, wide)
     which = config.layer_ropes or (0,) * config.num_layers

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.layers import ForwardContext
@@ -197,28 +198,51 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
 
 
 @pytest.mark.slow
-def test_gradients_of_gemma_are_those_of_jax_in_float64(sequences, plain_logprobs):
-    """Gains of 1 + w, a table that is the head times a factor, norms after, GELU, two rotations.
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [("gemma3", "embed"), ("qwen2_moe", "shared_gate"), ("glm4_moe", "router")],
+)
+def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences, plain_logprobs):
+    """Gemma 3: gains of 1 + w, a table that is the head times a factor, norms after, GELU, two
+    rotations. Qwen2-MoE: a shared expert with a gate. GLM-4.5: a router of sigmoids.
 
-    Tolerance: as that of experts; the layers are four, and twice as many norms. Forgetting the
-    factor of the table's gradient moves it further.
+    Tolerance: as that of experts; Gemma's layers are twice as many, with twice as many norms. A
+    gradient that leaves out the part is further away.
     """
     profile = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     model = load_model(
-        str(GOLDEN / "gemma3"), profile=profile, mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+        str(GOLDEN / case), profile=profile, mesh=make_mesh(1, 1), backend=Backend.PORTABLE
     )
     found = gradient(model, pack(sequences, length=89))
+    value = partial(objective, jnp, plain_logprobs, model.config)
+
+    def without(params):
+        """The part seen as a constant: of a table its use as one."""
+        if part == "embed":
+            return {
+                **params,
+                "lm_head": params["embed"],
+                "embed": lax.stop_gradient(params["embed"]),
+            }
+        layers = [
+            {name: lax.stop_gradient(x) if name == part else x for name, x in layer.items()}
+            for layer in params["layers"]
+        ]
+        return {**params, "layers": layers}
+
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), master_params(model))
-        plain = jax.grad(lambda p: objective(jnp, plain_logprobs, model.config, p, sequences))
-        expected = jax.device_get(jax.jit(plain)(params))
+        expected, wrong = (
+            jax.device_get(jax.jit(jax.grad(lambda p, see=see: value(see(p), sequences)))(params))
+            for see in (lambda p: p, without)
+        )
+    for tree in (found, expected, wrong):
+        for layer in tree["layers"]:
+            correction = layer.pop("router_correction", np.zeros(1))
+            assert not correction.any()  # it has a part in the choice alone
     assert_tensors_close(found, expected, max_relative=3e-5)
-    without = partial(objective, jnp, plain_logprobs, model.config)
-    with jax.enable_x64(True):
-        table = jax.grad(lambda t: without({**params, "lm_head": t}, sequences))(params["embed"])
-    of_head_alone = {"embed": np.asarray(table, np.float64)}
-    with pytest.raises(AssertionError, match="embed"):
-        assert_tensors_close(found, of_head_alone, max_relative=3e-5)
+    with pytest.raises(AssertionError, match=part):
+        assert_tensors_close(wrong, expected, max_relative=3e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From masters to any mesh and back: no bit is lost."""
 
+import dataclasses
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,11 +13,16 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.loading import load_model
+from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel import dispatch
-from detjax.testing import assert_bitwise_equal
+from detjax.parallel.mesh import make_mesh
+from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.weights import master_params, serving_params
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CONFIGS = {
     "gqa": dummy_config(num_layers=1, qkv_bias=True),
     "odd_kv_and_vocab": dummy_config(
@@ -34,6 +41,66 @@ def test_masters_become_the_weights_a_mesh_would_load(name, tp):
     ):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), jax.tree_util.keystr(path)
         assert_bitwise_equal(a, b, claim=f"{jax.tree_util.keystr(path)} at tp {tp}")
+
+
+@pytest.mark.parametrize("case", ["gemma3", "granite", "glm4_moe"])
+def test_masters_of_families_become_the_weights_that_were_read(case):
+    """A tied table with a factor, gains of 1 + w, float32 routers."""
+    model = load_model(
+        str(GOLDEN / case),
+        profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
+    )  # fmt: skip
+    masters = master_params(model)
+    found = serving_params(masters, model)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found),
+        jax.tree.leaves(model.own_weights()),
+        strict=True,
+    ):
+        assert_bitwise_equal(a, b, claim=jax.tree_util.keystr(path))
+    rows = len(found["embed"])
+    is_scaled = case != "glm4_moe"
+    assert (count_different_bits(found["embed"], found["lm_head"][:rows]) > 0) == is_scaled or (
+        not model.config.tie_word_embeddings
+    )
+
+
+@pytest.mark.parametrize(("case", "is_withheld"), [("gemma3", True), ("qwen3", False)])
+def test_what_no_gpu_has_trained_is_withheld_there(case, is_withheld):
+    model = load_model(
+        str(GOLDEN / case),
+        profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
+    )  # fmt: skip
+    master_params(model)
+    there = dataclasses.replace(model, backend=Backend.SM90)
+    if is_withheld:
+        with pytest.raises(ValueError, match="'gemma3_text' cannot be trained here: .* withheld"):
+            master_params(there)
+    else:
+        master_params(there)
+
+
+def test_trained_gains_and_tables_are_saved_as_they_serve(tmp_path):
+    """A gain far below 1 is what a float32 file holds of it; so the folder is read as it was."""
+    model = load_model(
+        str(GOLDEN / "gemma3"),
+        profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
+    )  # fmt: skip
+    masters = master_params(model)
+    moved = jax.tree.map(
+        lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3, masters
+    )
+    served = serving_params(moved, model)
+    gain, small = (np.asarray(tree["final_norm"]) for tree in (moved, served))
+    assert (np.abs(gain) < 0.5).any() and count_different_bits(gain, small)
+    model.replace_weights(served)
+    model.save(tmp_path / "saved")
+    again = load_model(
+        str(tmp_path / "saved"),
+        profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
+    )  # fmt: skip
+    for a, b in zip(jax.tree.leaves(again.own_weights()), jax.tree.leaves(served), strict=True):
+        assert_bitwise_equal(a, b, claim="weights of the saved model")
 
 
 def test_masters_round_once_to_nearest_even():
