@@ -2,6 +2,7 @@
 """Updates do not depend on how a step's sequences are cut: into microbatches, devices, restarts."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -254,7 +255,10 @@ def test_control_the_update_of_experts_by_xlas_backward_depends_on_the_microbatc
 
 
 @cache
-def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
+def sharing_trainer(
+    dp: int, tp: int, *, backend: Backend = Backend.PORTABLE, lora: LoraConfig | None = None,
+    backward: Backward = Backward.CANONICAL,
+) -> Trainer:  # fmt: skip
     """With heads of gains that all share, and tables used twice; layers are shared from tp 2 on."""
     config = dummy_config(
         num_layers=1, num_heads=8, num_kv_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
@@ -262,30 +266,34 @@ def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
     model = dummy_model(dataclasses.replace(config, tie_word_embeddings=True), backend=backend)
     return Trainer(
         model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
-        shares_layers=tp > 1,
+        shares_layers=tp > 1, lora=lora, backward=backward,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.invariance
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=5, alpha=7.5)], ids=["weights", "adapter"])
 @pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
-def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, sequences, tmp_path):
+def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(
+    backend, lora, sequences, tmp_path
+):
     """A run of one device; of ranks that share layers; and one that is stopped between the two.
 
     The probe is the list in another order.
     """
     four = sequences[:4]
-    expected, want = updated(sharing_trainer(1, 1, backend=backend), cut(four, 4), updates=2)
+    trainer_on = functools.partial(sharing_trainer, backend=backend, lora=lora)
+    expected, want = updated(trainer_on(1, 1), cut(four, 4), updates=2)
     for dp, tp, size in ((1, 2, 4), (2, 2, 1), (1, 4, 4)):
-        of = sharing_trainer(dp, tp, backend=backend)
+        of = trainer_on(dp, tp)
         found, got = updated(of, cut(four, size), updates=2)
         assert_same(found, expected, f"({dp}, {tp}), microbatches of {size}")
         assert got.gradient_norm == want.gradient_norm
         if size == 4:
             assert_bitwise_equal(got.logprobs, want.logprobs, claim=f"logprobs, tp={tp}")
-    state, _ = updated(sharing_trainer(2, 2, backend=backend), cut(four, 1))
+    state, _ = updated(trainer_on(2, 2), cut(four, 1))
     save_state(tmp_path / "1", state, facts=FACTS)
-    one = sharing_trainer(1, 1, backend=backend)
+    one = trainer_on(1, 1)
     state = restore_state(tmp_path / "1", one, facts=FACTS)
     state, _ = updated(one, cut(four, 4), state=state)
     assert_same(state, expected, "stopped on four devices, continued on one")
@@ -300,7 +308,6 @@ def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, se
         ({"intermediate_size": 48}, 2, {}, "cannot share the 1 leaves of intermediate_size=48"),
         ({"experts": (8, 3)}, 2, {}, "ranks do not share mixtures of experts in training yet"),
         ({}, 2, {"backward": Backward.XLA}, "tp=2: XLA's backward pass has no order over ranks"),
-        ({}, 2, {"lora": LoraConfig(rank=4, alpha=8.0)}, "do not share layers with an adapter"),
     ],
 )  # fmt: skip
 def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options, says):
