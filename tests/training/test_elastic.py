@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -299,6 +300,70 @@ def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(
     assert_same(state, expected, "stopped on four devices, continued on one")
     turned, _ = updated(one, cut([four[i] for i in (0, 2, 1, 3)], 4), updates=2)
     assert num_different(turned, expected) > 0
+
+
+UPDATES = 50
+
+
+def weights_hash(state: TrainState) -> str:
+    """Of every bit of the masters."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.params)):
+        total.update(jax.tree_util.keystr(path).encode() + np.ascontiguousarray(leaf).tobytes())
+    return total.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def fifty(sequences) -> str:
+    """The hash of a run on one device, each update in one microbatch."""
+    return weights_hash(updated(sharing_trainer(1, 1), cut(sequences[:8], 8), updates=UPDATES)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("dp", "tp", "accumulated"),
+    [
+        (2, 2, 2),
+        *(
+            pytest.param(*layout, marks=pytest.mark.nightly)
+            for layout in ((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 8), (4, 2, 1))
+        ),
+    ],
+)
+def test_fifty_updates_have_one_hash_of_weights(dp, tp, accumulated, sequences, fifty):
+    size = 8 // dp // accumulated
+    state, _ = updated(sharing_trainer(dp, tp), cut(sequences[:8], size), updates=UPDATES)
+    assert weights_hash(state) == fifty
+
+
+@pytest.mark.nightly
+@pytest.mark.invariance
+def test_fifty_updates_stopped_at_random_steps_have_that_hash(sequences, fifty, tmp_path):
+    """Each part has another mesh, tp included, and other microbatches."""
+    rng = np.random.default_rng(11)
+    stops = sorted(rng.choice(np.arange(1, UPDATES), 3, replace=False))
+    parts = [((2, 2), 2), ((1, 1), 1), ((4, 1), 2), ((1, 2), 8)]
+    state = None
+    for (mesh, size), (start, stop) in zip(parts, pairwise([0, *stops, UPDATES]), strict=True):
+        of = sharing_trainer(*mesh)
+        if state is not None:
+            save_state(tmp_path / str(start), state, facts=FACTS)
+            state = restore_state(tmp_path / str(start), of, facts=FACTS)
+        batches = cut(sequences[:8], size)
+        state, _ = updated(of, batches, updates=int(stop - start), state=state)
+    assert state is not None
+    assert weights_hash(state) == fifty
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_fifty_updates_of_xlas_backward_have_a_hash_for_each_batching(sequences, fifty):
+    of = sharing_trainer(1, 1, backward=Backward.XLA)
+    batchings = [cut(sequences[:8], size) for size in (8, 4, 1)]
+    hashes = {weights_hash(updated(of, batches, updates=UPDATES)[0]) for batches in batchings}
+    assert len(hashes) == 3
+    assert fifty not in hashes
 
 
 @pytest.mark.parametrize(
