@@ -77,7 +77,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     assert facts(first) == facts(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.invariance
 def test_a_killed_run_goes_on_with_its_bits_on_another_mesh(tmp_path):
     """A process of two devices, killed after a step at random; the rest on four, tp 2."""
