@@ -43,6 +43,7 @@ examples:
   python -m detjax.grpo --reward my_rewards:shortest
   python -m detjax.grpo --rollout invariant --save runs/a --steps 10
   python -m detjax.grpo --rollout invariant --resume runs/a/step10-seed0 --steps 20
+  python -m detjax.grpo --rollout invariant --save runs/b --save-every 5 --steps 200
 
 The first takes minutes on a laptop.
 
@@ -185,6 +186,13 @@ _OUTPUT = replace(
     default_text="no files",
     help="write rows.jsonl, runs.json and curves.png here",
 )
+_SAVE_EVERY = Option(
+    name="save_every",
+    parse=int,
+    metavar="N",
+    default_text="the last step alone",
+    help="write it after each N steps as well, so that a killed run can be continued",
+)
 _FILES = (
     _OUTPUT,
     Option(
@@ -194,11 +202,13 @@ _FILES = (
         help="write the state after the last step to FOLDER/stepN-seedM, and in it the trained "
         "model as a Hugging Face folder",
     ),
+    _SAVE_EVERY,
     Option(
         name="resume",
         parse=Path,
         metavar="FOLDER",
-        help="continue a saved state, with the bits of a run without the stop",
+        help="continue a saved state, or the newest finished one of a --save folder, with the bits "
+        "of a run without the stop",
     ),
 )
 
@@ -237,6 +247,8 @@ def check_args(args: argparse.Namespace) -> None:
     num_seeds = len(args.seeds or (0,))
     if (args.save or args.resume) and (args.rollout == "both" or num_seeds > 1):
         raise InputError("--save and --resume are of one run: give one --rollout and one seed")
+    if args.save_every is not None and (args.save is None or args.save_every < 1):
+        raise InputError(f"--save-every {args.save_every} must be at least 1, and goes with --save")
     if args.lora_rank and args.rollout == "fast":
         raise InputError(
             "--lora-rank and --rollout fast do not go together; give invariant or both"

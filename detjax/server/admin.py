@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from detjax.server.control import Control
 from detjax.server.errors import RefusedError
-from detjax.server.records import parse, read_query
 from detjax.server.request_reader import RequestReader
 from detjax.server.service import Service
 from detjax.server.streaming import reply, unless_left
@@ -96,11 +95,12 @@ class PauseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What POST /pause takes, in its query or as JSON, with vLLM's names.
 
     Attributes:
-        mode: What becomes of open requests: "abort" or "wait".
+        mode: What becomes of open requests: "abort" or "wait". "keep" is taken where there are
+            none.
         clear_cache: Forget cached prefixes, too.
     """
 
-    mode: OpenMode = "abort"
+    mode: Literal["wait", "abort", "keep"] = "abort"
     clear_cache: bool = True
 
 
@@ -127,26 +127,34 @@ class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tags: list[Literal["weights", "kv_cache"]] = []
 
 
+AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/load_lora_adapter, with vLLM's names.
 
     Attributes:
         lora_name: What clients ask for as their `model`.
         lora_path: A folder that PEFT has saved, in a `--weights-dir`.
-        load_inplace: Taken only as false: unload the old adapter first.
+        load_inplace: Whether it may replace one of this name. Requests that have the old one go on
+            with it.
     """
 
-    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    lora_name: AdapterName
     lora_path: str
     load_inplace: bool = False
 
-    def check(self) -> None:
-        """Refuse what would have to be ignored."""
-        if self.load_inplace:
-            raise RefusedError(
-                "load_inplace=true is not supported: unload the old adapter first",
-                field="load_inplace",
-            )
+
+class ReloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /skyrl/v1/load_lora_adapter, with SkyRL's names.
+
+    Attributes:
+        lora_name: What clients ask for as their `model`; one of this name is replaced.
+        lora_path: As for /v1/load_lora_adapter.
+    """
+
+    lora_name: AdapterName
+    lora_path: str
 
 
 class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -188,9 +196,16 @@ class Admin:
     async def load_adapter(self, request: Request) -> Response:
         """Serve the adapter of a folder under a name."""
         asked = await self._reader.parsed(request, LoadAdapterRequest)
-        asked.check()
-        await self._control.load_adapter(asked.lora_name, asked.lora_path)
-        return _told(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+        return await self._loaded(asked.lora_name, asked.lora_path, replaces=asked.load_inplace)
+
+    async def reload_adapter(self, request: Request) -> Response:
+        """Serve the adapter of a folder under a name, in place of another of this name."""
+        asked = await self._reader.parsed(request, ReloadAdapterRequest)
+        return await self._loaded(asked.lora_name, asked.lora_path, replaces=True)
+
+    async def _loaded(self, name: str, folder: str, *, replaces: bool) -> Response:
+        await self._control.load_adapter(name, folder, replaces=replaces)
+        return _told(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
         """Serve an adapter no more."""
@@ -200,14 +215,14 @@ class Admin:
 
     async def pause(self, request: Request) -> Response:
         """Let requests that come wait."""
-        asked = await self._fields(request, PauseRequest)
+        asked = await self._reader.fields(request, PauseRequest)
         pause = self._control.pause(PauseMode(asked.mode), clears_cache=asked.clear_cache)
         await unless_left(request, pause)
         return reply({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
         """Let requests in again."""
-        await self._fields(request, _Nothing)
+        await self._reader.fields(request, _Nothing)
         self._control.resume()
         return reply({"status": "resumed"})
 
@@ -217,14 +232,14 @@ class Admin:
 
     async def sleep(self, request: Request) -> Response:
         """Free weights and cache on the devices."""
-        asked = await self._fields(request, SleepRequest)
+        asked = await self._reader.fields(request, SleepRequest)
         sleep = self._control.sleep(level=asked.level, mode=PauseMode(asked.mode))
         await unless_left(request, sleep)
         return reply({"status": "sleeping", "level": asked.level})
 
     async def wake_up(self, request: Request) -> Response:
         """Bring weights and cache back."""
-        asked = await self._fields(request, WakeUpRequest)
+        asked = await self._reader.fields(request, WakeUpRequest)
         tags = asked.tags or ["weights", "kv_cache"]
         wake = self._control.wake_up(weights="weights" in tags, cache="kv_cache" in tags)
         await unless_left(request, wake)
@@ -240,6 +255,7 @@ class Admin:
         return (
             ("POST", "/update_weights_from_disk", self.update_weights, UpdateWeightsRequest),
             ("POST", "/v1/load_lora_adapter", self.load_adapter, LoadAdapterRequest),
+            ("POST", "/skyrl/v1/load_lora_adapter", self.reload_adapter, ReloadAdapterRequest),
             ("POST", "/v1/unload_lora_adapter", self.unload_adapter, UnloadAdapterRequest),
             ("POST", "/pause", self.pause, PauseRequest),
             ("POST", "/resume", self.resume, None),
@@ -248,15 +264,6 @@ class Admin:
             ("POST", "/wake_up", self.wake_up, WakeUpRequest),
             ("GET", "/is_sleeping", self.is_sleeping, None),
         )
-
-    async def _fields[T: msgspec.Struct](self, request: Request, kind: type[T]) -> T:
-        """What a request says in its query, or else in its body."""
-        body, query = await self._reader.body(request), request.query_params
-        if not query:
-            return parse(body or b"{}", kind)
-        if body.strip() not in (b"", b"{}"):
-            raise RefusedError("give fields in the query or in the body, not in both")
-        return read_query(query, kind)
 
 
 def _told(text: str) -> Response:

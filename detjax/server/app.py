@@ -26,7 +26,7 @@ from detjax.server.answers import error_body
 from detjax.server.chat_request import ChatRequest, DetokenizeRequest, TokenizeRequest
 from detjax.server.control import Control
 from detjax.server.errors import RefusedError
-from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information
+from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information, ResetCacheRequest
 from detjax.server.openapi import Operation, document, page
 from detjax.server.options import WebOptions
 from detjax.server.protocol import CompletionRequest
@@ -50,8 +50,10 @@ OPEN_PATHS = frozenset((
 
 NCCL_PATHS = (
     ("GET", "/server_info"), ("GET", "/get_world_size"), ("POST", "/init_weight_transfer_engine"),
+    ("POST", "/init_weight_update_communicator"), ("POST", "/collective_rpc"),
+    ("POST", "/fetch_weights"),
 )  # fmt: skip
-"""What a trainer asks vLLM's server before it sends weights by NCCL."""
+"""What trainers ask a server of vLLM, or of SkyRL's, to send weights by NCCL, or to its workers."""
 
 OPEN_TO_ALL = WebOptions()
 
@@ -101,9 +103,10 @@ def make_app(service: Service, options: WebOptions = OPEN_TO_ALL) -> Starlette:
 async def no_nccl(request: Request) -> Response:
     """Refused: this server takes no weights by NCCL."""
     raise RefusedError(
-        "this server takes no weights by NCCL: send them with /start_weight_update, "
-        "/update_weights (a file of safetensors as the body) and /finish_weight_update, or name a "
-        "folder to /update_weights_from_disk; docs/training.md has what TRL, verl and SkyRL need",
+        "this server takes no weights by NCCL, CUDA IPC or methods of workers: send them with "
+        "/start_weight_update, /update_weights (a file of safetensors as the body) and "
+        "/finish_weight_update, or name a folder to /update_weights_from_disk; docs/training.md "
+        "has what TRL, verl and SkyRL need",
         status=501,
         code="no_nccl",
     )
@@ -118,7 +121,7 @@ def _information_rows(about: Information) -> tuple[RouteRow, ...]:
         ("GET", "/health/ready", about.ready, None),
         ("GET", "/version", about.version, None),
         ("GET", "/metrics", about.metrics, None),
-        ("POST", "/reset_prefix_cache", about.reset_prefix_cache, None),
+        ("POST", "/reset_prefix_cache", about.reset_prefix_cache, ResetCacheRequest),
         ("GET", "/v1/models", about.models, None),
         ("GET", "/v1/models/{name:path}", about.model, None),
         ("GET", "/tokenizer_info", about.tokenizer_info, None),

@@ -94,12 +94,14 @@ class Control:
         with _as_refusal(""), contextlib.suppress(FileNotFoundError):
             self._service.model.engine.check_folder(empty)
 
-    async def load_adapter(self, name: str, folder: str) -> None:
+    async def load_adapter(self, name: str, folder: str, *, replaces: bool) -> None:
         """Serve the adapter of a folder under a name, while requests run.
 
+        `replaces`: in place of the one of this name; requests that have it go on with it.
+
         Raises:
-            RefusedError: If the folder is not allowed, the name is taken, or the adapter does not
-                go with the model.
+            RefusedError: If the folder is not allowed, the name is taken and not to be replaced, or
+                the adapter does not go with the model.
         """
         service = self._service
         if not service.takes_requests:
@@ -107,7 +109,7 @@ class Control:
         path = self._allowed(folder, field="lora_path")
         adapters = self._adapters()
         with _as_refusal("lora_path"):
-            await asyncio.to_thread(adapters.load, name, path)
+            await asyncio.to_thread(adapters.load, name, path, replaces=replaces)
 
     def unload_adapter(self, name: str) -> None:
         """Serve an adapter no more; requests that have it go on.
@@ -130,9 +132,20 @@ class Control:
         return adapters
 
     async def pause(self, mode: PauseMode, *, clears_cache: bool) -> None:
-        """Let requests that come wait until `resume`."""
-        engine = self._service.model.engine
+        """Let requests that come wait until `resume`.
+
+        Raises:
+            RefusedError: If requests are open and would have to be kept, whose answers could have
+                tokens of two weights then; or the cache cannot be cleared.
+        """
+        engine, num_open = self._service.model.engine, self._service.turns.num_running
         with self._alone("a pause"), _as_refusal("clear_cache"):
+            if mode is PauseMode.KEEP and num_open:
+                raise RefusedError(
+                    f"mode='keep' with {num_open} open requests is not supported, as an answer "
+                    "has one version of the weights; ask for mode='wait' or 'abort'",
+                    status=409, code="requests_open", field="mode",
+                )  # fmt: skip
             if clears_cache:
                 engine.reset_prefix_cache()  # refuses where it cannot, before anything waits
             async with self._quiet(Hold.PAUSED, mode, is_kept=True):

@@ -6,6 +6,7 @@ import functools
 import importlib.resources
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,6 +36,16 @@ _REASONS = {
 }
 PAGE_POLICY = "default-src 'self'; img-src 'self' data:"
 """The page loads nothing from elsewhere, and runs no script but its own."""
+
+
+class ResetCacheRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What POST /reset_prefix_cache takes, in its query or as JSON, with vLLM's names.
+
+    Attributes:
+        reset_running_requests: Taken only as false.
+    """
+
+    reset_running_requests: bool = False
 
 
 class Information:
@@ -103,6 +114,13 @@ class Information:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget cached prefixes. Later prompts are computed anew, with the same bits."""
+        asked = await self._reader.fields(request, ResetCacheRequest)
+        if asked.reset_running_requests:
+            raise RefusedError(
+                "reset_running_requests=true is not supported: requests keep what they have "
+                "computed; leave it out",
+                field="reset_running_requests",
+            )
         try:
             self._service.model.engine.reset_prefix_cache()
         except ValueError as error:

@@ -20,7 +20,7 @@ from detjax.server.chat_request import ChatRequest
 from detjax.server.errors import RefusedError
 from detjax.server.protocol import CompletionRequest, SamplingFields, TokenIds, sampling_params
 from detjax.server.receipts import check_receipt
-from detjax.server.records import parse
+from detjax.server.records import parse, read_query
 from detjax.server.served_adapters import ServedAdapter
 from detjax.server.service import Service
 
@@ -80,6 +80,15 @@ class RequestReader:
         self._service = service
         self._parsing = asyncio.Lock()
         self._has_warned = False
+
+    async def fields[T: msgspec.Struct](self, request: Request, kind: type[T]) -> T:
+        """What a request says in its query, or else in its body."""
+        body, query = await self.body(request), request.query_params
+        if not query:
+            return parse(body or b"{}", kind)
+        if body.strip() not in (b"", b"{}"):
+            raise RefusedError("give fields in the query or in the body, not in both")
+        return read_query(query, kind)
 
     async def body(self, request: Request) -> bytes:
         """The body, no larger and no later than allowed."""

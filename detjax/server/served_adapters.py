@@ -44,18 +44,28 @@ class ServedAdapters:
         """Return an adapter by its name."""
         return self._known.get(name)
 
-    def load(self, name: str, folder: Path) -> ServedAdapter:
+    def load(self, name: str, folder: Path, *, replaces: bool = False) -> ServedAdapter:
         """Read a folder, and serve its adapter under a name.
+
+        Args:
+            name: For clients.
+            folder: That PEFT has saved.
+            replaces: Whether it may be served in place of another of this name. Requests that have
+                the other one go on with it.
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If the name is taken, or the adapter does not go with the model.
+            ValueError: If the name is taken, or the adapter does not go with the model. The other
+                one is served then as before.
         """
         with self._lock:
-            if name == self._model_name or name in self._known:
+            old = self._known.get(name)
+            if name == self._model_name or (old is not None and not replaces):
                 raise ValueError(f"{name!r} is served already; unload it, or give another name")
             sha256 = self._engine.load_adapter(folder)
             adapter = self._known[name] = ServedAdapter(name=name, sha256=sha256)
+            if old is not None:
+                self._forget(old)
             return adapter
 
     def unload(self, name: str) -> None:
@@ -65,6 +75,9 @@ class ServedAdapters:
             KeyError: If there is none of this name.
         """
         with self._lock:
-            gone = self._known.pop(name)
-            if all(other.sha256 != gone.sha256 for other in self._known.values()):
-                self._engine.remove_adapter(gone.sha256)
+            self._forget(self._known.pop(name))
+
+    def _forget(self, gone: ServedAdapter) -> None:
+        """Remove what no name has any more from the engine."""
+        if all(other.sha256 != gone.sha256 for other in self._known.values()):
+            self._engine.remove_adapter(gone.sha256)

@@ -85,6 +85,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "model": completion["model"],
             "system_fingerprint": completion["system_fingerprint"],
             "choices": [_choice(choice) for choice in completion["choices"]],
+            "prompt_logprobs": completion["choices"][0].get("prompt_logprobs"),
             "usage": completion["usage"],
         }
 
@@ -97,7 +98,7 @@ _OWN = frozenset((
 
 
 def _choice(choice: Json) -> Json:
-    kept = ("index", "token_ids", "finish_reason", "prompt_logprobs", "detjax")
+    kept = ("index", "token_ids", "finish_reason", "detjax")
     return {name: choice[name] for name in kept if name in choice} | {
         "logprobs": None if choice["logprobs"] is None else _logprobs(choice["logprobs"])
     }

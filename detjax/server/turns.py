@@ -23,6 +23,7 @@ class PauseMode(enum.Enum):
 
     WAIT = "wait"
     ABORT = "abort"
+    KEEP = "keep"  # of a pause alone, and only where there are none
 
 
 class Turns:

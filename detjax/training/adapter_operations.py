@@ -4,6 +4,8 @@
 The weights are frozen: they have no gradient. Numerics of gradients are those of `operations`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -41,19 +43,28 @@ def _rows(master: AdaptedMaster) -> list[slice]:
 
 
 def _gradients(
-    sums: GradientSums, x: jax.Array, master: AdaptedMaster, cotangent: jax.Array, dtype: jnp.dtype
+    sums: GradientSums,
+    x: jax.Array,
+    master: AdaptedMaster,
+    cotangent: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    splits_inputs: bool,
 ) -> tuple[jax.Array, AdaptedMaster]:
     """Cotangents of the inputs and of the adapter.
+
+    Ranks that share the matrix have its inputs and columns of A, or its outputs and rows of B.
 
     # ORDER: the cotangent of the inputs is that of the weights, then each part's, left to right.
     """
     widths = tuple(one["b"].shape[0] for one in master.parts)
-    of_x = sums.rows_times(cotangent, master.w.astype(dtype).T, widths=widths)
+    over_outputs = functools.partial(sums.rows_times, is_split=not splits_inputs)
+    of_x = over_outputs(cotangent, master.w.astype(dtype).T, widths=widths)
     parts = []
     for one, rows in zip(master.parts, _rows(master), strict=True):
         a, b, of_part = one["a"].astype(dtype), one["b"].astype(dtype), cotangent[:, rows]
-        h = (master.scale * sums.rows_times(x, a)).astype(x.dtype)
-        of_h = (master.scale * sums.rows_times(of_part, b.T)).astype(x.dtype)
+        h = (master.scale * sums.rows_times(x, a, is_split=splits_inputs)).astype(x.dtype)
+        of_h = (master.scale * over_outputs(of_part, b.T)).astype(x.dtype)
         of_x = of_x + sums.rows_times(of_h, a.T)
         parts.append({"a": sums.of_weights(of_h, x), "b": sums.of_weights(of_part, h)})
     frozen = AdaptedMaster(w=jnp.zeros_like(master.w), parts=tuple(parts), scale=master.scale)
@@ -76,7 +87,7 @@ def linear(
 
     def gradient(args, _, cotangent):
         x, w, _ = args
-        return *_gradients(sums, x, w, cotangent, dtype), None
+        return *_gradients(sums, x, w, cotangent, dtype, splits_inputs=False), None
 
     return with_gradient(kernel, gradient)(x, w, bias)
 
@@ -105,6 +116,7 @@ def linear_add_rms_norm(
             return total, plain_rms_norm(total, gain[None], eps)
 
         ((of_total,), _) = sums.of_formula(formula, (out[0],), (), cotangents)
-        return *_gradients(sums, x, w, of_total, dtype), of_total, None, None
+        found = _gradients(sums, x, w, of_total, dtype, splits_inputs=True)
+        return *found, of_total, None, None
 
     return with_gradient(kernel, gradient)(x, w, residual, bias, gain)

@@ -2,6 +2,7 @@
 """Saving and restoring a training state with orbax, on any number of devices."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -16,15 +17,27 @@ FORMAT = 2
 FACTS, ARRAYS, HASH = "detjax_training.json", "state", "arrays_sha256"
 
 
+def check_no_state(folder: Path) -> None:
+    """Refuse a folder that holds a finished state.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if (folder / FACTS).exists():
+        raise ValueError(f"{folder} holds a training state already; give another folder")
+
+
 def check_can_save(folder: Path) -> None:
     """Make `folder` and check that a state can be written there, before any work is done.
 
+    Arrays of a state that was never finished, as a process that is killed leaves them, are
+    written over.
+
     Raises:
-        ValueError: If `folder` holds a state, or part of one.
+        ValueError: If `folder` holds a finished state.
         OSError: If it cannot be made or written to.
     """
-    if (folder / ARRAYS).exists() or (folder / FACTS).exists():
-        raise ValueError(f"{folder} holds a training state already; give another folder")
+    check_no_state(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -47,11 +60,28 @@ def save_state(folder: Path, state: TrainState, *, facts: dict) -> None:
     folder = folder.absolute()
     check_can_save(folder)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / ARRAYS, _as_dict(state))
+        checkpointer.save(folder / ARRAYS, _as_dict(state), force=True)
     if jax.process_index() == 0:  # written last: its presence says that the arrays are complete
         own = {"format": FORMAT, HASH: folder_hash(folder / ARRAYS)}
         text = json.dumps(own | facts, indent=2)
-        (folder / FACTS).write_text(text + "\n")
+        part = folder / f"{FACTS}.part"
+        part.write_text(text + "\n")
+        part.replace(folder / FACTS)  # whole or not there, if the process is killed
+
+
+def newest_state(folder: Path) -> Path:
+    """The folder of a state: `folder` itself, or of the finished ones in it that of the last step.
+
+    Those in it are named `stepN` or `stepN-...`. If there is none, `folder` itself is returned.
+    """
+    if (folder / FACTS).is_file():
+        return folder
+    steps = {
+        int(found[1]): path
+        for path in folder.glob(f"step*/{FACTS}")
+        if (found := re.fullmatch(r"step(\d+)(-.*)?", path.parent.name))
+    }
+    return steps[max(steps)].parent if steps else folder
 
 
 @finishes_before_exit

@@ -2,6 +2,7 @@
 """Runs of GRPO: a rollout engine and a trainer, whose gap is measured at every step."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -21,7 +22,13 @@ from detjax.numerics import NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.training.checkpoint import check_can_save, restore_state, save_state
+from detjax.training.checkpoint import (
+    check_can_save,
+    check_no_state,
+    newest_state,
+    restore_state,
+    save_state,
+)
 from detjax.training.extras import optax
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, merged, write_adapter
@@ -68,6 +75,7 @@ class GrpoArgs:
     lora_alpha: float
     output: Path | None
     save: Path | None
+    save_every: int | None
     resume: Path | None
 
     @property
@@ -190,6 +198,12 @@ def _save_folder(args: GrpoArgs, step: int, seed: int) -> Path:
     return args.save / f"step{step}-seed{seed}"
 
 
+def _stops(args: GrpoArgs, first: int) -> list[int]:
+    """After how many updates a run that has made `first` is saved; its last is the last one."""
+    every = args.save_every or args.steps
+    return [*range(first - first % every + every, args.steps, every), args.steps]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoRun:
     """One run: its rows, and the share of held-out problems it got right, greedy."""
@@ -230,12 +244,15 @@ def run_one(
     if args.resume is None:
         state = trainer.init()
     else:
-        state = restore_state(args.resume, trainer, facts=facts)
+        state = restore_state(newest_state(args.resume), trainer, facts=facts)
         if int(state.step) >= args.steps:
             raise ValueError(
                 f"{args.resume} has made {int(state.step)} updates; give more --steps than that"
             )
         _check_rows(args.output, mode, seed, first_step=int(state.step))
+    stops = _stops(args, int(state.step))
+    for stop in stops if args.save is not None else ():
+        check_no_state(_save_folder(args, stop, seed))
     rollout.load(state.params, version=int(state.step))
     before, rows = rollout.accuracy(setup.task.held_out), []
 
@@ -244,19 +261,22 @@ def run_one(
         rows.append(row)
         on_row(row)
 
-    state = train(
-        trainer, state, rollout, setup.task, setup.sizes,
-        seed=seed, num_steps=args.steps, on_step=keep,
-    )  # fmt: skip
+    for stop in stops:
+        state = train(
+            trainer, state, rollout, setup.task, setup.sizes,
+            seed=seed, num_steps=stop, on_step=keep,
+        )  # fmt: skip
+        if args.save is not None:
+            folder = _save_folder(args, stop, seed)
+            if args.lora is not None:
+                write_adapter(folder / "adapter", state.params, args.lora, setup.config)
+            else:
+                rollout.load(state.params, version=int(state.step))
+                shutil.rmtree(folder / "model", ignore_errors=True)  # of a run that was killed
+                rollout.save(folder / "model")
+            save_state(folder, state, facts=facts)
     rollout.load(state.params, version=int(state.step))
     after = rollout.accuracy(setup.task.held_out)
-    if args.save is not None:
-        folder = _save_folder(args, int(state.step), seed)
-        save_state(folder, state, facts=facts)
-        if args.lora is None:
-            rollout.save(folder / "model")
-        else:
-            write_adapter(folder / "adapter", state.params, args.lora, setup.config)
     return GrpoRun(
         mode=mode, seed=seed, rows=tuple(rows), accuracy_before=before, accuracy_after=after
     )

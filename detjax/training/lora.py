@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from detjax.models.adapters.adapter import ADAPTED, PEFT_PREFIX, WEIGHTS_NAME, check_can_adapt
@@ -85,6 +86,20 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
     return {
         "layers": [{name: shapes(*layer[name].hf_shape) for name in ADAPTED} for layer in layers]
     }
+
+
+def adapter_partitions(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the masters lie on ranks that share layers: A by inputs, B by outputs of its matrix.
+
+    Args:
+        layers: The partition of each matrix, (out, in).
+    """
+
+    def partitions(matrix: P) -> dict[str, P]:
+        outputs, inputs = (*matrix, None, None)[:2]
+        return {"a": P(None, inputs), "b": P(outputs, None)}
+
+    return {"layers": [{name: partitions(layer[name]) for name in ADAPTED} for layer in layers]}
 
 
 def first_adapter(config: ModelConfig, lora: LoraConfig, *, seed: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from detjax.models.params import tensor_specs
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.training.gradients import Backward
+from detjax.training.lora import adapter_partitions
 
 
 def why_layers_not_shared(
@@ -58,10 +59,12 @@ class Replicas:
 
     Attributes:
         mesh: Of all devices: replicas, and the ranks of each.
-        specs: How masters lie on the ranks of a replica.
+        weights: How masters of all weights lie on the ranks of a replica.
+        specs: How those lie that are trained: the weights, or an adapter.
     """
 
     mesh: Mesh
+    weights: Any
     specs: Any
 
     @property
@@ -90,8 +93,8 @@ class Replicas:
         axis = _split_axis(spec)
         return part if axis is None else lax.all_gather(part, TP_AXIS, axis=axis, tiled=True)
 
-    def programs(self, gradient: Callable, *, specs: Any) -> list[CheckedJit]:
-        """`gradient(masters, fixed, batch)` for each replica; specs are those of its first result.
+    def programs(self, gradient: Callable, *, fixed: Any, specs: Any) -> list[CheckedJit]:
+        """`gradient(masters, fixed, batch)` for each replica; `specs` are of its first result.
 
         A replica of one device runs it as it is, and all of them the same.
         """
@@ -106,7 +109,7 @@ class Replicas:
                 jax.shard_map(
                     gradient,
                     mesh=mesh,
-                    in_specs=(self.specs, P(), P()),
+                    in_specs=(self.specs, fixed, P()),
                     out_specs=(specs, P()),
                     check_vma=False,
                 )  # fmt: skip
@@ -142,14 +145,26 @@ class Replicas:
         return jax.tree.map(stack, specs, *trees)
 
 
-def replicas_of(mesh: Mesh, config: ModelConfig, masters: Any, *, shares_layers: bool) -> Replicas:
-    """The rows of a mesh, or its single devices, which have whole masters."""
+def replicas_of(
+    mesh: Mesh, config: ModelConfig, weights: Any, adapter: Any, *, shares_layers: bool
+) -> Replicas:
+    """The rows of a mesh, or its single devices, which have whole masters.
+
+    Args:
+        mesh: Of all devices.
+        config: Of the model.
+        weights: Masters of all weights, or their shapes.
+        adapter: Masters of the adapter that is trained; None if the weights are.
+        shares_layers: Whether the ranks of a row compute together.
+    """
     if shares_layers:
-        tp = mesh.shape[TP_AXIS]
-        return Replicas(mesh=mesh, specs=_layer_partitions(config, masters, tp=tp))
-    devices = mesh.devices.reshape(-1, 1)
-    single = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    return Replicas(mesh=single, specs=jax.tree.map(lambda _: P(), masters))
+        split = _layer_partitions(config, weights, tp=mesh.shape[TP_AXIS])
+        of_adapter = None if adapter is None else adapter_partitions(split["layers"])
+    else:
+        devices = mesh.devices.reshape(-1, 1)
+        mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        split, of_adapter = jax.tree.map(lambda _: P(), (weights, adapter))
+    return Replicas(mesh=mesh, weights=split, specs=split if of_adapter is None else of_adapter)
 
 
 def _in_order(array: jax.Array, mesh: Mesh) -> list[jax.Array]:

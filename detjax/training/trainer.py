@@ -136,13 +136,18 @@ class Trainer:
         self._clip_norm, self._remat = clip_norm, remat
         self._lora = lora
         masters = self._trained_shapes()
-        replicas = replicas_of(mesh, model.config, masters, shares_layers=tp > 1)
+        replicas = replicas_of(
+            mesh, model.config, master_shapes(model), None if lora is None else masters,
+            shares_layers=tp > 1,
+        )  # fmt: skip
         self._replicas, self._mesh = replicas, replicas.mesh
         self.specs = _state_specs(masters, optimizer, mesh.size)
-        whole = NamedSharding(self._mesh, P())
-        frozen = None if lora is None else master_params(model)
-        fixed = jax.tree.map(lambda t: move_bits(t, whole), (tuple(model.rope_tables), frozen))
-        self._fixed = replicas.each(fixed, jax.tree.map(lambda _: P(), fixed))
+        fixed = tuple(model.rope_tables), None if lora is None else master_params(model)
+        self._fixed_specs = (P(), P()), None if lora is None else replicas.weights
+        fixed = jax.tree.map(
+            lambda t, spec: move_bits(t, NamedSharding(self._mesh, spec)), fixed, self._fixed_specs
+        )
+        self._fixed = replicas.each(fixed, self._fixed_specs)
         self._make_programs()
 
     def _make_programs(self) -> None:
@@ -153,7 +158,9 @@ class Trainer:
         stacked = jax.tree.map(lambda spec: P(DP_AXIS, *spec), self._used(parts))
         reduce = on_mesh(self._local_reduce, in_specs=(stacked,), out_specs=P())
         self._gather, self._reduce = OrderedJit(jax.jit(gather)), OrderedJit(jax.jit(reduce))
-        self._gradients = replicas.programs(self._microbatch_gradient, specs=self._used(parts))
+        self._gradients = replicas.programs(
+            self._microbatch_gradient, fixed=self._fixed_specs, specs=self._used(parts)
+        )
         self._add = CheckedJit(
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
@@ -380,8 +387,6 @@ def _check_training(
             f"{balance_weight=} has no canonical backward pass, as the balance depends on the "
             "rows that share a microbatch; give backward=Backward.XLA, or leave it out"
         )
-    if tp > 1 and lora is not None:
-        raise ValueError(f"{tp=} must be 1: ranks do not share layers with an adapter")
     if why := why_layers_not_shared(model.config, model.profile, tp, backward):
         raise ValueError(why)
 

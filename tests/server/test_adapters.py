@@ -167,8 +167,6 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
         assert outside.status_code == 403 and outside.json()["error"]["param"] == "lora_path"
         refused = load(client, "dora", allowed / "dora")
         assert refused.status_code == 400 and "use_dora=True" in refused.json()["error"]["message"]
-        inplace = load(client, "b", allowed / "hill", load_inplace=True)
-        assert inplace.status_code == 400
         gone = unload(client, "hill")
         assert gone.text == "Success: LoRA adapter 'hill' removed successfully."
         assert unload(client, "hill").status_code == 404
@@ -176,6 +174,33 @@ def test_adapters_are_loaded_and_unloaded_as_in_vllm(server, expected, root):
         assert asked.status_code == 404
         no_key = client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "b"})
         assert no_key.status_code == 401
+
+
+def test_an_adapter_is_replaced_in_place_as_trainers_ask_for_it(server, expected, root):
+    """By vLLM's field, then by SkyRL's route; one that does not load leaves the old one."""
+    allowed = root / "allowed"
+
+    def digest(client) -> str:
+        return answer(client, "policy")["choices"][0]["detjax"]["digest"]
+
+    def reload(client, name: str, folder: Path) -> httpx.Response:
+        asked = {"lora_name": name, "lora_path": str(folder)}
+        return client.post("/skyrl/v1/load_lora_adapter", json=asked, headers=ADMIN)
+
+    with server.client() as client:
+        assert load(client, "policy", allowed / "hill", load_inplace=True).status_code == 200
+        assert digest(client) == expected["hill"].digest()
+        assert load(client, "policy", allowed / "sea", load_inplace=True).status_code == 200
+        assert digest(client) == expected["sea"].digest()
+        assert answer(client, "sea")["choices"][0]["detjax"]["digest"] == digest(client)
+        assert reload(client, "policy", allowed / "hill").status_code == 200
+        assert digest(client) == expected["hill"].digest()
+        assert answer(client, "sea")["choices"][0]["detjax"]["digest"] == expected["sea"].digest()
+        for refused in (reload(client, "policy", allowed / "dora"),
+                        reload(client, "novels-6m", allowed / "sea")):  # fmt: skip
+            assert refused.status_code == 400
+        assert digest(client) == expected["hill"].digest()
+        assert unload(client, "policy").status_code == 200
 
 
 @pytest.mark.slow

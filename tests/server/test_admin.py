@@ -601,11 +601,30 @@ def test_a_pause_lets_requests_wait(server, expected):
         assert [told(one.result()) for one in late] == [expected[0]] * 3
 
 
+def test_a_pause_as_skyrl_asks_for_it_keeps_no_open_request(server, expected):
+    """SkyRL's query and its empty body; open requests are told, and go on."""
+    keep = "/pause?mode=keep&clear_cache=false"
+    with server.client() as client, concurrent.futures.ThreadPoolExecutor() as pool:
+        with slow_steps(server):
+            running = pool.submit(answer, client)
+            wait_for(lambda: server.service.turns.num_running == 1)
+            refused = client.post(keep, headers=ADMIN)
+        assert refused.status_code == 409 and refused.json()["error"]["param"] == "mode"
+        assert "with 1 open requests" in refused.json()["error"]["message"]
+        assert told(running.result()) == expected[0]
+        wait_for(lambda: server.service.turns.num_running == 0)
+        assert client.post(keep, headers=ADMIN).json() == {"status": "paused"}
+        late = pool.submit(answer, client)
+        wait_for(lambda: server.service.turns.num_held == 1)
+        assert client.post("/resume", headers=ADMIN).status_code == 200
+        assert told(late.result()) == expected[0]
+
+
 @pytest.mark.parametrize(
     ("path", "query"),
     [
         ("/sleep", "level=3"), ("/sleep", "level=x"), ("/sleep", "mode=keep"), ("/sleep", "a=1"),
-        ("/sleep", "level=1&level=2"), ("/wake_up", "tags=all"), ("/pause", "mode=keep"),
+        ("/sleep", "level=1&level=2"), ("/wake_up", "tags=all"), ("/pause", "mode=kept"),
         ("/pause", "clear_cache=perhaps"), ("/resume", "now=1"),
     ],
 )  # fmt: skip

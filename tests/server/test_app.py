@@ -598,7 +598,9 @@ def test_the_prefix_cache_is_forgotten_when_asked(client):
 
     before = answer(client, **asked)["choices"]
     assert cached() > 0
-    told = client.post("/reset_prefix_cache")
+    told = client.post("/reset_prefix_cache", json={"reset_running_requests": False})
     assert (told.status_code, told.json()) == (200, {"status": "reset"})
+    refused = client.post("/reset_prefix_cache?reset_running_requests=true")
+    assert refused.json()["error"]["param"] == "reset_running_requests"
     assert cached() == 0 and cached() > 0
     assert answer(client, **asked)["choices"][0]["detjax"] == before[0]["detjax"]

@@ -15,6 +15,13 @@ TRL = {
 """What VLLMClient.generate and VLLMClient.chat send, with GRPOTrainer's defaults."""
 
 
+TINKER = {
+    "n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": 0, "temperature": 1.0,
+    "max_tokens": 5, "seed": 7, "top_k": -1, "top_p": 1.0,
+}  # fmt: skip
+"""What SkyRL's RemoteInferenceClient.sample makes of a request in Tinker's shape."""
+
+
 def id_of(token: str) -> int:
     """As trainers read the name of a token in `logprobs`."""
     kind, _, number = token.partition(":")
@@ -100,6 +107,12 @@ def test_token_ids_as_skyrl_asks_for_them(client):
     assert [entry["logprob"] for entry in content] == plain["logprobs"]["token_logprobs"]
     assert [id_of(entry["token"]) for entry in content] == choice["token_ids"]
     few = {"max_tokens": 2, "output_kind": 2, "detokenize": False}
+    scored = asked(client, "/inference/v1/generate", token_ids=PROMPTS[0], model="novels-6m",
+                   sampling_params=TINKER)  # fmt: skip
+    first, *rest = scored["prompt_logprobs"]
+    assert first is None and len(rest) == len(PROMPTS[0]) - 1
+    assert all(str(token) in one for token, one in zip(PROMPTS[0][1:], rest, strict=True))
+    assert len(scored["choices"]) == TINKER["n"] and got["prompt_logprobs"] is None
     bare = asked(client, "/inference/v1/generate", token_ids=PROMPTS[0], request_id="a",
                  sampling_params=few)  # fmt: skip
     assert bare["request_id"] == "a" and bare["choices"][0]["logprobs"] is None

@@ -231,7 +231,9 @@ def test_keys_and_folders(server, client):
 
 def test_what_is_asked_before_weights_come_by_nccl_is_refused_with_the_reason(client):
     for verb, path in (("GET", "/server_info"), ("GET", "/get_world_size"),
-                       ("POST", "/init_weight_transfer_engine")):  # fmt: skip
+                       ("POST", "/init_weight_transfer_engine"), ("POST", "/collective_rpc"),
+                       ("POST", "/init_weight_update_communicator"),
+                       ("POST", "/fetch_weights")):  # fmt: skip
         refused = client.request(verb, path)
         assert refused.status_code == 501
         assert "/start_weight_update" in refused.json()["error"]["message"]

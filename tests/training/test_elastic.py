@@ -2,6 +2,8 @@
 """Updates do not depend on how a step's sequences are cut: into microbatches, devices, restarts."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -254,7 +256,10 @@ def test_control_the_update_of_experts_by_xlas_backward_depends_on_the_microbatc
 
 
 @cache
-def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
+def sharing_trainer(
+    dp: int, tp: int, *, backend: Backend = Backend.PORTABLE, lora: LoraConfig | None = None,
+    backward: Backward = Backward.CANONICAL,
+) -> Trainer:  # fmt: skip
     """With heads of gains that all share, and tables used twice; layers are shared from tp 2 on."""
     config = dummy_config(
         num_layers=1, num_heads=8, num_kv_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
@@ -262,35 +267,103 @@ def sharing_trainer(dp: int, tp: int, *, backend: Backend) -> Trainer:
     model = dummy_model(dataclasses.replace(config, tie_word_embeddings=True), backend=backend)
     return Trainer(
         model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
-        shares_layers=tp > 1,
+        shares_layers=tp > 1, lora=lora, backward=backward,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.invariance
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=5, alpha=7.5)], ids=["weights", "adapter"])
 @pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
-def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, sequences, tmp_path):
+def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(
+    backend, lora, sequences, tmp_path
+):
     """A run of one device; of ranks that share layers; and one that is stopped between the two.
 
     The probe is the list in another order.
     """
     four = sequences[:4]
-    expected, want = updated(sharing_trainer(1, 1, backend=backend), cut(four, 4), updates=2)
+    trainer_on = functools.partial(sharing_trainer, backend=backend, lora=lora)
+    expected, want = updated(trainer_on(1, 1), cut(four, 4), updates=2)
     for dp, tp, size in ((1, 2, 4), (2, 2, 1), (1, 4, 4)):
-        of = sharing_trainer(dp, tp, backend=backend)
+        of = trainer_on(dp, tp)
         found, got = updated(of, cut(four, size), updates=2)
         assert_same(found, expected, f"({dp}, {tp}), microbatches of {size}")
         assert got.gradient_norm == want.gradient_norm
         if size == 4:
             assert_bitwise_equal(got.logprobs, want.logprobs, claim=f"logprobs, tp={tp}")
-    state, _ = updated(sharing_trainer(2, 2, backend=backend), cut(four, 1))
+    state, _ = updated(trainer_on(2, 2), cut(four, 1))
     save_state(tmp_path / "1", state, facts=FACTS)
-    one = sharing_trainer(1, 1, backend=backend)
+    one = trainer_on(1, 1)
     state = restore_state(tmp_path / "1", one, facts=FACTS)
     state, _ = updated(one, cut(four, 4), state=state)
     assert_same(state, expected, "stopped on four devices, continued on one")
     turned, _ = updated(one, cut([four[i] for i in (0, 2, 1, 3)], 4), updates=2)
     assert num_different(turned, expected) > 0
+
+
+UPDATES = 50
+
+
+def weights_hash(state: TrainState) -> str:
+    """Of every bit of the masters."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.params)):
+        total.update(jax.tree_util.keystr(path).encode() + np.ascontiguousarray(leaf).tobytes())
+    return total.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def fifty(sequences) -> str:
+    """The hash of a run on one device, each update in one microbatch."""
+    return weights_hash(updated(sharing_trainer(1, 1), cut(sequences[:8], 8), updates=UPDATES)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize(
+    ("dp", "tp", "accumulated"),
+    [
+        (2, 2, 2),
+        *(
+            pytest.param(*layout, marks=pytest.mark.nightly)
+            for layout in ((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 8), (4, 2, 1))
+        ),
+    ],
+)
+def test_fifty_updates_have_one_hash_of_weights(dp, tp, accumulated, sequences, fifty):
+    size = 8 // dp // accumulated
+    state, _ = updated(sharing_trainer(dp, tp), cut(sequences[:8], size), updates=UPDATES)
+    assert weights_hash(state) == fifty
+
+
+@pytest.mark.nightly
+@pytest.mark.invariance
+def test_fifty_updates_stopped_at_random_steps_have_that_hash(sequences, fifty, tmp_path):
+    """Each part has another mesh, tp included, and other microbatches."""
+    rng = np.random.default_rng(11)
+    stops = sorted(rng.choice(np.arange(1, UPDATES), 3, replace=False))
+    parts = [((2, 2), 2), ((1, 1), 1), ((4, 1), 2), ((1, 2), 8)]
+    state = None
+    for (mesh, size), (start, stop) in zip(parts, pairwise([0, *stops, UPDATES]), strict=True):
+        of = sharing_trainer(*mesh)
+        if state is not None:
+            save_state(tmp_path / str(start), state, facts=FACTS)
+            state = restore_state(tmp_path / str(start), of, facts=FACTS)
+        batches = cut(sequences[:8], size)
+        state, _ = updated(of, batches, updates=int(stop - start), state=state)
+    assert state is not None
+    assert weights_hash(state) == fifty
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_fifty_updates_of_xlas_backward_have_a_hash_for_each_batching(sequences, fifty):
+    of = sharing_trainer(1, 1, backward=Backward.XLA)
+    batchings = [cut(sequences[:8], size) for size in (8, 4, 1)]
+    hashes = {weights_hash(updated(of, batches, updates=UPDATES)[0]) for batches in batchings}
+    assert len(hashes) == 3
+    assert fifty not in hashes
 
 
 @pytest.mark.parametrize(
@@ -300,7 +373,6 @@ def test_updates_are_bitwise_mesh_invariant_where_ranks_share_layers(backend, se
         ({"intermediate_size": 48}, 2, {}, "cannot share the 1 leaves of intermediate_size=48"),
         ({"experts": (8, 3)}, 2, {}, "ranks do not share mixtures of experts in training yet"),
         ({}, 2, {"backward": Backward.XLA}, "tp=2: XLA's backward pass has no order over ranks"),
-        ({}, 2, {"lora": LoraConfig(rank=4, alpha=8.0)}, "do not share layers with an adapter"),
     ],
 )  # fmt: skip
 def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options, says):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.training import grpo
-from detjax.training.checkpoint import restore_state, save_state
+from detjax.training.checkpoint import FACTS, newest_state, restore_state, save_state
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.rewards import Rewarded
 from detjax.training.tasks import ArithmeticTask, Gsm8k, Problem
@@ -104,6 +105,43 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     assert facts(first) == facts(whole)
 
 
+@pytest.mark.nightly
+@pytest.mark.invariance
+def test_a_killed_run_goes_on_with_its_bits_on_another_mesh(tmp_path):
+    """A process of two devices, killed after a step at random; the rest on four, tp 2."""
+    argv = [*TINY, "--rollout", "invariant", "--rollout-tp", "2", "--steps", "4"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*argv, "--save", str(whole)]) == OK
+    on_two = [*argv, "--devices", "2", "--save", str(killed), "--save-every", "1"]
+    last = int(np.random.default_rng().integers(1, 4))
+    with subprocess.Popen([sys.executable, "-m", "detjax.grpo", *on_two]) as process:
+        while process.poll() is None and newest_state(killed).name != f"step{last}-seed0":
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode < 0, "it was killed before its end"
+    on_four = [*argv, "--devices", "4", "--trainer-tp", "2", "--microbatch", "2"]
+    assert main([*on_four, "--save", str(killed), "--resume", str(killed)]) == OK
+    setup = grpo.prepare(command.grpo_args(command.make_parser().parse(argv)))
+    facts = setup.facts("invariant", 0)
+    states = [
+        jax.tree.leaves_with_path(restore_state(newest_state(folder), setup.trainer, facts=facts))
+        for folder in (whole, killed)
+    ]
+    for (path, expected), (_, found) in zip(*states, strict=True):
+        claim = f"killed after step {last}: {jax.tree_util.keystr(path)}"
+        assert_bitwise_equal(found, expected, claim=claim)
+
+
+def test_a_run_that_was_killed_is_continued_from_its_newest_finished_state(tmp_path):
+    for name, is_finished in (("step2-seed0", True), ("step10-seed0", True), ("step11", False)):
+        (tmp_path / name / "state").mkdir(parents=True)
+        if is_finished:
+            (tmp_path / name / FACTS).write_text("{}")
+    assert newest_state(tmp_path) == tmp_path / "step10-seed0"
+    assert newest_state(tmp_path / "step2-seed0") == tmp_path / "step2-seed0"
+    assert newest_state(tmp_path / "step11") == tmp_path / "step11"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,6 +150,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
         (("--microbatch", "7"), "microbatch=7 must divide 128 sequences"),
         (("--task", "gsm8k"), "--task gsm8k and --problems FILE go together"),
         (("--save", "x"), "give one --rollout and one seed"),
+        (("--save-every", "2"), "--save-every 2 must be at least 1, and goes with --save"),
         (("--steeps", "3"), "--steeps"),
         (("--max-prompt", "4", *TINY), "the problem '"),
         (("--model", "no/such/folder/here"), "no/such/folder/here"),
@@ -190,7 +229,8 @@ def test_a_save_folder_that_is_taken_is_refused_before_anything_is_loaded(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(grpo, "load_on_devices", None)  # not callable
-    (tmp_path / "step3-seed0" / "state").mkdir(parents=True)
+    (tmp_path / "step3-seed0").mkdir(parents=True)
+    (tmp_path / "step3-seed0" / FACTS).write_text("{}")
     argv = [*TINY, "--rollout", "fast", "--steps", "3", "--save"]
     assert main([*argv, str(tmp_path)]) == BAD_INPUT
     assert "step3-seed0 holds a training state already" in capsys.readouterr().err
