@@ -17,10 +17,12 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import programs as programs_module
+from detjax.engine.running.draft_programs import DraftState
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
+from detjax.numerics import NumericsProfile
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 
 VOCAB, WINDOW, PAGES = 320, 4, 4
@@ -150,6 +152,39 @@ def test_drafts_stop_at_high_batch_and_begin_again_with_what_was_missed(engine, 
     counts = made.stats().drafts["draft_model"]
     assert drafted_of_two <= 2 < counts.num_windows
     assert counts.acceptance > 0.9, "the model has read the 20 tokens that were made without it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and_go(steps_ahead):
+    """In float32, behind windows accepted whole, waits for pages, preemption and other lengths.
+
+    Its cache holds large numbers where no step has written, so a draft that reads one is wrong.
+    """
+    profile = NumericsProfile(
+        weight_dtype="float32", compute_dtype="float32", attention_block=16, attention_split=64
+    )
+    model, draft = (dummy_model(MODEL, profile=profile) for _ in range(2))
+    sizes = SIZES | {
+        "num_pages": 6, "max_len": 96, "has_prefix_cache": False, "verify_window": 16,
+        "prefill_chunk": 16, "max_draft_batch": 1, "steps_ahead": steps_ahead,
+    }  # fmt: skip
+    made = Engine(model, EngineConfig(**sizes, **DRAFT_MODEL), draft_model=draft)
+    state = made._runner._device._drafts
+    for length in range(20, 56, 4):
+        assert isinstance(state, DraftState)
+        filled = jnp.full_like(state.pages, 100.0)
+        made._runner._device._drafts = dataclasses.replace(state, pages=filled)
+        made.add_request((1,) * 16, SamplingParams(max_tokens=80))
+        made.step()
+        made.step()
+        made.add_request((2,) * length, SamplingParams(max_tokens=80 - length))
+        made.drain()
+        state = made._runner._device._drafts
+    stats = made.stats()
+    assert stats.num_preempted > 2 and stats.decode_tokens > 100
+    assert stats.drafts["draft_model"].num_windows > 30
+    assert stats.drafts["draft_model"].acceptance == 1
 
 
 @pytest.mark.invariance
