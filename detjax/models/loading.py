@@ -20,6 +20,7 @@ from detjax.models.abstract import why_unsupported, why_weights_unsupported
 from detjax.models.adapters.program import ADAPTERS
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
+from detjax.models.heads.mtp_files import save_mtp_tensors
 from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.hub import resolve_model
 from detjax.models.identity import TEXT_FILES
@@ -245,7 +246,9 @@ class LoadedModel:
 
         The weights become an orbax checkpoint that any mesh can restore, with a hash of its bytes
         that is checked then; configuration, tokenizer and chat template are copied. Matrices that
-        are stored joined are cut apart first, which takes room for them on the devices.
+        are stored joined are cut apart first, which takes room for them on the devices. A head of
+        multi-token prediction that lies in the model's folder is kept as it was read there; one
+        that detjax does not read is left out.
 
         Args:
             folder: Made here if need be; must not hold a model yet.
@@ -277,6 +280,7 @@ class LoadedModel:
             for name in TEXT_FILES:
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, folder / name)
+            save_mtp_tensors(self.folder, folder)
 
 
 def _check_config(folder: Path, config: ModelConfig) -> None:

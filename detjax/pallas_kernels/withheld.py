@@ -10,6 +10,10 @@ class Withheld:
 
     Attributes:
         float8_cache: Keys and values of 8 bits.
+        head_experts: Heads that draft with mixtures of experts.
+        packed_mtp: MTP heads of models whose weights lie on the devices as they were quantised.
     """
 
     float8_cache: str = ""
+    head_experts: str = ""
+    packed_mtp: str = ""

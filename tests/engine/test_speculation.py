@@ -16,13 +16,13 @@ from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running import programs as programs_module
 from detjax.engine.running.draft_programs import DraftState
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.numerics import NumericsProfile
+from detjax.testing.drafts import commit_drafts_unseen, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 
 VOCAB, WINDOW, PAGES = 320, 4, 4
@@ -71,22 +71,8 @@ def weights_of(kind: str) -> dict:
 
 
 def requests() -> list[Request]:
-    """Prompts around a page and a chunk: greedy, sampled, filtered and penalised, with ends."""
-    rng = np.random.default_rng(5)
-    kinds = (
-        {},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.2, "seed": 2, "top_p": 0.8, "repetition_penalty": 1.2},
-        {"stop_token_ids": tuple(range(40))},
-        {"temperature": 0.7, "seed": 3, "n": 2},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, VOCAB, length)),
-            sampling=SamplingParams(max_tokens=14, **kind),
-        )
-        for length, kind in zip((5, 120, 63, 130, 20), kinds, strict=True)
-    ]
+    """Prompts around a page and a chunk."""
+    return mixed_requests(VOCAB, (5, 120, 63, 130, 20), max_tokens=14, stop_token_ids=range(40))
 
 
 @pytest.fixture(scope="module")
@@ -349,13 +335,7 @@ def test_control_committing_drafts_unseen_gives_other_bits(
     engine, model, draft, plain, monkeypatch
 ):
     """Acceptance by the draft's own argmax, not by equality with the canonical token."""
-    checked = programs_module.commit_window
-
-    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
-        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
-        return checked(slots, slot, start, drafts, num_drafts, believed)
-
-    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    commit_drafts_unseen(monkeypatch)
     draft.replace_weights(weights_of("other weights"))
     unsafe = ProgramCache(model, num_pages=PAGES, num_slots=2, window_len=WINDOW, draft_model=draft)
     made = Engine(model, EngineConfig(**SIZES, **DRAFT_MODEL), programs=unsafe, draft_model=draft)
