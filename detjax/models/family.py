@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one family of models is, as data: `registry.py` lists them, `hf_config.py` reads them."""
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class MtpLayout:
 
     Attributes:
         count: Key of how many such heads there are.
-        prefix: How names of its tensors begin.
+        prefix: How names of its tensors begin; "{}" stands for the number of the model's layers.
         layer: How names of its layer's begin behind that.
         names: Of tensors beside it, less ".weight", by the names of `DraftHead.params`: gains of
             the norms of the embedding, of the hidden state and before the output matrix, and the
@@ -95,6 +96,8 @@ class MtpLayout:
         is_hidden_first: Whether that reads the hidden state, then the embedding.
         hands_normalised: As `HeadConfig` has it.
         checked: Further keys of it, each with the only values that are supported.
+        copies: Tensors that a checkpoint may hold for it once more, and which of the model's each
+            must equal.
     """
 
     count: str
@@ -104,6 +107,11 @@ class MtpLayout:
     is_hidden_first: bool
     hands_normalised: bool
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    def behind(self, num_layers: int) -> "MtpLayout":
+        """The same of a model with so many layers."""
+        return dataclasses.replace(self, prefix=self.prefix.format(num_layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

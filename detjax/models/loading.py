@@ -235,8 +235,8 @@ class LoadedModel:
 
         transformers, vLLM and `load_model` read it, on any mesh. Configuration, tokenizer and chat
         template are those of the folder that the model was read from. So are tensors that the
-        decoder does not read, such as those for images. Weights that were quantised are written as
-        the expansion that they stand for.
+        decoder does not read, such as those for images or of an MTP head. Weights that were
+        quantised are written as the expansion that they stand for.
 
         Args:
             folder: Made here if need be; must not hold a model yet.

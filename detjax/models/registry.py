@@ -137,6 +137,21 @@ def _qwen3_5_wrapper(architecture: str, model_type: str) -> Wrapper:
 
 
 # Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
+_QWEN3_5_MTP = MtpLayout(
+    count="mtp_num_hidden_layers",
+    prefix="mtp.",
+    layer="layers.0.",
+    names={
+        "embed_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "join": "fc",
+        "last_norm": "norm",
+    },
+    is_hidden_first=False,
+    hands_normalised=True,
+    checked={"mtp_use_dedicated_embeddings": (False,)},
+)
+
 _QWEN3_5 = Family(
     name="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM",),
@@ -177,20 +192,7 @@ _QWEN3_5 = Family(
     wrapper=_qwen3_5_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5"),
     inert=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     rope_inert=frozenset({"mrope_interleaved", "mrope_section"}),
-    mtp=MtpLayout(
-        count="mtp_num_hidden_layers",
-        prefix="mtp.",
-        layer="layers.0.",
-        names={
-            "embed_norm": "pre_fc_norm_embedding",
-            "hidden_norm": "pre_fc_norm_hidden",
-            "join": "fc",
-            "last_norm": "norm",
-        },
-        is_hidden_first=False,
-        hands_normalised=True,
-        checked={"mtp_use_dedicated_embeddings": (False,)},
-    ),
+    mtp=_QWEN3_5_MTP,
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -684,9 +686,10 @@ FAMILIES: tuple[Family, ...] = (
         },
         checked={"attention_bias": (False,), "use_sliding_window": (False,)},
         spare_tensors=("mtp.",),
-        mtp=None,  # its names are not known for certain
+        # Published files name no count: vLLM and SGLang take one head where nothing is said.
+        mtp=dataclasses.replace(_QWEN3_5_MTP, count="num_nextn_predict_layers", checked={}),
         wrapper=None,
-        inert=ROUTER_TRAINING,
+        inert=ROUTER_TRAINING | {"num_nextn_predict_layers"},
         rope_inert=frozenset(),
         experts=_SHARED_EXPERT_KEYS,
     ),
@@ -719,6 +722,24 @@ FAMILIES: tuple[Family, ...] = (
         checked={"n_group": (1,), "topk_group": (1,)},
         # A layer that predicts further tokens stands behind those of the decoder.
         spare_layers=("num_nextn_predict_layers", "num_mtp_layers"),
+        mtp=MtpLayout(
+            count="num_nextn_predict_layers",
+            prefix="model.layers.{}.",
+            layer="",
+            names={
+                "embed_norm": "enorm",
+                "hidden_norm": "hnorm",
+                "join": "eh_proj",
+                "last_norm": "shared_head.norm",
+            },
+            is_hidden_first=False,
+            hands_normalised=True,
+            checked={"num_mtp_layers": (1,)},
+            copies={
+                "embed_tokens.weight": "model.embed_tokens.weight",
+                "shared_head.head.weight": "lm_head.weight",
+            },
+        ),
         inert=ROUTER_TRAINING,
         experts=ExpertKeys(
             num_experts=("n_routed_experts", "num_local_experts", "num_experts"),

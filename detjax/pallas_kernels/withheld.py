@@ -12,7 +12,11 @@ class Withheld:
         float8_cache: Keys and values of 8 bits.
         later_gradients: Training of GeGLU, gains in float32, scaled tables, shared experts and
             routers of sigmoids.
+        head_experts: Heads that draft with mixtures of experts.
+        packed_mtp: MTP heads of models whose weights lie on the devices as they were quantised.
     """
 
     float8_cache: str = ""
     later_gradients: str = ""
+    head_experts: str = ""
+    packed_mtp: str = ""

@@ -5,6 +5,7 @@ Names, shapes and formulas here are those that are published, and share no code 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,55 +33,100 @@ MIMO: dict[str, Any] = {
 """A small `config.json` with the keys of MiMo-7B."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What the head of one family is called, less ".weight", and what it reads.
+
+    Attributes:
+        prefix: How its names begin.
+        layer: How those of its layer do.
+        beside: Norms of the embedding and the hidden state, the matrix, and the last norm.
+        is_hidden_first: Whether the matrix reads the hidden state first.
+        reads_normalised: Whether hidden states are those behind the last norm.
+        gain: Added to gains.
+    """
+
+    prefix: str
+    layer: str
+    beside: tuple[str, str, str, str]
+    is_hidden_first: bool
+    reads_normalised: bool
+    gain: int
+
+
+def _published(values: Mapping[str, Any]) -> _Published:
+    match values["model_type"]:
+        case "mimo":
+            prefix = "model.mtp_layers.0."
+            names = "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+            return _Published(prefix, prefix, names, True, False, 0)
+        case "glm4_moe":
+            prefix = f"model.layers.{values['num_hidden_layers']}."
+            names = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+            return _Published(prefix, prefix, names, False, True, 0)
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    return _Published("mtp.", "mtp.layers.0.", names, False, True, 1)
+
+
 def mtp_names(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Published names and shapes of the head of a model with this `config.json`."""
-    width, gated, channels = (
-        values["hidden_size"],
-        values.get("intermediate_size"),
-        _channels(values),
-    )
-    heads = values["num_attention_heads"] * channels
-    keys = values["num_key_value_heads"] * channels
-    layer = {
+    width, channels, family = values["hidden_size"], _channels(values), values["model_type"]
+    heads, keys = (values[f"num_{n}_heads"] * channels for n in ("attention", "key_value"))
+    has_gate = family.startswith("qwen3")  # of each head the queries, then the gate
+    rows = {"q": (1 + has_gate) * heads, "k": keys, "v": keys}
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,),
-        "self_attn.k_proj.weight": (keys, width), "self_attn.v_proj.weight": (keys, width),
         "self_attn.o_proj.weight": (width, heads),
     }  # fmt: skip
-    if "num_experts" not in values:
-        layer |= {f"mlp.{name}_proj.weight": (gated, width) for name in ("gate", "up")}
-        layer["mlp.down_proj.weight"] = (width, gated)
-    if values["model_type"] == "mimo":
-        layer |= {
-            "self_attn.q_proj.weight": (heads, width), "self_attn.q_proj.bias": (heads,),
-            "self_attn.k_proj.bias": (keys,), "self_attn.v_proj.bias": (keys,),
-            "token_layernorm.weight": (width,), "hidden_layernorm.weight": (width,),
-            "input_proj.weight": (width, 2 * width), "final_layernorm.weight": (width,),
-        }  # fmt: skip
-        return {f"model.mtp_layers.0.{name}": shape for name, shape in layer.items()}
-    layer |= {
-        "self_attn.q_proj.weight": (2 * heads, width),  # of each head the queries, then the gate
-        "self_attn.q_norm.weight": (channels,), "self_attn.k_norm.weight": (channels,),
-    }  # fmt: skip
-    if (count := values.get("num_experts")) is not None:
-        own, shared = values["moe_intermediate_size"], values["shared_expert_intermediate_size"]
-        layer |= {
-            "mlp.gate.weight": (count, width), "mlp.shared_expert_gate.weight": (1, width),
-            "mlp.experts.gate_up_proj": (count, 2 * own, width),
-            "mlp.experts.down_proj": (count, width, own),
-            "mlp.shared_expert.gate_proj.weight": (shared, width),
-            "mlp.shared_expert.up_proj.weight": (shared, width),
-            "mlp.shared_expert.down_proj.weight": (width, shared),
-        }  # fmt: skip
-    return {f"mtp.layers.0.{name}": shape for name, shape in layer.items()} | {
-        "mtp.pre_fc_norm_embedding.weight": (width,), "mtp.pre_fc_norm_hidden.weight": (width,),
-        "mtp.fc.weight": (width, 2 * width), "mtp.norm.weight": (width,),
-    }  # fmt: skip
+    layer |= {f"self_attn.{n}_proj.weight": (count, width) for n, count in rows.items()}
+    if values.get("attention_bias", family == "mimo"):
+        layer |= {f"self_attn.{n}_proj.bias": (count,) for n, count in rows.items()}
+    if has_gate or values.get("use_qk_norm"):
+        layer |= {f"self_attn.{n}_norm.weight": (channels,) for n in "qk"}
+    layer |= _mlp_names(values, width)
+    published = _published(values)
+    embed_norm, hidden_norm, join, last_norm = published.beside
+    beside: dict[str, tuple[int, ...]] = {
+        embed_norm: (width,),
+        hidden_norm: (width,),
+        last_norm: (width,),
+    }
+    beside[join] = (width, 2 * width)
+    named = {f"{published.prefix}{name}.weight": shape for name, shape in beside.items()}
+    return named | {f"{published.layer}{name}": shape for name, shape in layer.items()}
+
+
+def _mlp_names(values: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]]:
+    count = values.get("num_experts", values.get("n_routed_experts"))
+    if count is None:
+        return _gated_names("mlp", values["intermediate_size"], width)
+    own = values["moe_intermediate_size"]
+    names: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, width)}
+    if values["model_type"] == "glm4_moe":
+        names["mlp.gate.e_score_correction_bias"] = (count,)
+        shared = own * values["n_shared_experts"]
+        names |= _gated_names("mlp.shared_experts", shared, width)
+    else:
+        names["mlp.shared_expert_gate.weight"] = (1, width)
+        shared = values["shared_expert_intermediate_size"]
+        names |= _gated_names("mlp.shared_expert", shared, width)
+    if values["model_type"].startswith("qwen3_5"):
+        stacked = {"gate_up_proj": (count, 2 * own, width), "down_proj": (count, width, own)}
+        return names | {f"mlp.experts.{name}": shape for name, shape in stacked.items()}
+    for i in range(count):
+        names |= _gated_names(f"mlp.experts.{i}", own, width)
+    return names
+
+
+def _gated_names(prefix: str, channels: int, width: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (channels, width), "up": (channels, width), "down": (width, channels)}
+    return {f"{prefix}.{name}_proj.weight": shape for name, shape in shapes.items()}
 
 
 def mtp_tensors(values: Mapping[str, Any], *, seed: int = 0) -> Tensors:
     """Random bfloat16 tensors of a head as they are published."""
     rng = np.random.default_rng(seed)
-    offset = 1 if values["model_type"] == "mimo" else 0  # others are stored less 1
+    offset = 1 - _published(values).gain  # gains of some are stored less 1
 
     def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
         x = rng.standard_normal(shape, np.float32)
@@ -151,26 +197,24 @@ def reference_mtp_drafts(
         count: Drafts.
     """
     wide = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
-    is_mimo = values["model_type"] == "mimo"
+    published = _published(values)
     embed, out = wide["model.embed_tokens.weight"], wide["lm_head.weight"]
     text, drafts, hidden = list(tokens), [], states.astype(np.float64)
-    if is_mimo:
-        prefix = layer = "model.mtp_layers.0."
-        names = "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
-    else:
-        prefix, layer = "mtp.", "mtp.layers.0."
-        names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    if published.reads_normalised:
         hidden = _norm(values, hidden, wide["model.norm.weight"])
-    token_norm, hidden_norm, join, last_norm = (wide[f"{prefix}{name}.weight"] for name in names)
+    token_norm, hidden_norm, join, last_norm = (
+        wide[f"{published.prefix}{name}.weight"] for name in published.beside
+    )
+    layer = published.layer
     weights = {n.removeprefix(layer): x for n, x in wide.items() if n.startswith(layer)}
     for _ in range(count):
         both = [_norm(values, embed[text[1:]], token_norm), _norm(values, hidden, hidden_norm)]
-        both = both[::-1] if is_mimo else both
+        both = both[::-1] if published.is_hidden_first else both
         left = _layer(values, weights, np.concatenate(both, axis=1) @ join.T)[-1]
         row = _norm(values, left, last_norm)
         drafts.append(int(np.argmax(out @ row)))
         text.append(drafts[-1])
-        hidden = np.concatenate([hidden, (left if is_mimo else row)[None]])
+        hidden = np.concatenate([hidden, (row if published.reads_normalised else left)[None]])
     return drafts
 
 
@@ -179,8 +223,8 @@ def _channels(values: Mapping[str, Any]) -> int:
 
 
 def _norm(values: Mapping[str, Any], x: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    gain = gain if values["model_type"] == "mimo" else 1 + gain
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + values["rms_norm_eps"]) * gain
+    root = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + values["rms_norm_eps"])
+    return x / root * (_published(values).gain + gain)
 
 
 def _layer(values: Mapping[str, Any], weights: Tensors, x: np.ndarray) -> np.ndarray:
@@ -203,16 +247,16 @@ def _attention(values: Mapping[str, Any], weights: Tensors, rows: np.ndarray) ->
         for n in "qkv"
     )
     k, v = k.reshape(length, keys, channels), v.reshape(length, keys, channels)
-    gate = 1.0
-    if values["model_type"] == "mimo":
-        q, theta, share = q.reshape(length, heads, channels), values["rope_theta"], 1.0
-    else:
-        q, gate = np.split(q.reshape(length, heads, 2 * channels), 2, axis=2)
+    gate, heads_of = 1.0, q.reshape(length, heads, -1)
+    if heads_of.shape[2] > channels:
+        heads_of, gate = np.split(heads_of, 2, axis=2)
         gate = (1 / (1 + np.exp(-gate))).reshape(length, -1)
+    q = heads_of
+    if "self_attn.q_norm.weight" in weights:
         q = _norm(values, q, weights["self_attn.q_norm.weight"])
         k = _norm(values, k, weights["self_attn.k_norm.weight"])
-        rope = values["rope_parameters"]
-        theta, share = rope["rope_theta"], rope["partial_rotary_factor"]
+    rope = values.get("rope_parameters", values)
+    theta, share = rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
     q, k = (_turned(one, theta, int(channels * share)) for one in (q, k))
     k, v = (np.repeat(one, heads // keys, axis=1) for one in (k, v))
     scores = np.einsum("thc,shc->hts", q, k) * channels**-0.5
@@ -239,16 +283,31 @@ def _gated(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) ->
 
 
 def _experts(values: Mapping[str, Any], weights: Tensors, x: np.ndarray) -> np.ndarray:
-    """Each row's experts, whose shares add up to 1, and the one that every row has."""
+    """Each row's experts, whose shares add up to 1 or to a factor, and that of every row."""
     logits = x @ weights["mlp.gate.weight"].T
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    own = [weights[f"mlp.shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")]
-    gate = 1 / (1 + np.exp(-(x @ weights["mlp.shared_expert_gate.weight"].T)))
-    out = gate * _gated(x, *own)
+    if (bias := weights.get("mlp.gate.e_score_correction_bias")) is None:
+        own = [weights[f"mlp.shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")]
+        gate = 1 / (1 + np.exp(-(x @ weights["mlp.shared_expert_gate.weight"].T)))
+        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+        out, ranked, factor = gate * _gated(x, *own), shares, 1.0
+    else:
+        own = [weights[f"mlp.shared_experts.{n}_proj.weight"] for n in ("gate", "up", "down")]
+        shares = 1 / (1 + np.exp(-logits))
+        out, ranked = _gated(x, *own), shares + bias
+        factor = values["routed_scaling_factor"]
     for i, row in enumerate(x):
-        best = np.argsort(-shares[i])[: values["num_experts_per_tok"]]
+        best = np.argsort(-ranked[i])[: values["num_experts_per_tok"]]
         for expert in best:
-            gates, ups = np.split(weights["mlp.experts.gate_up_proj"][expert], 2)
-            one = _gated(row[None], gates, ups, weights["mlp.experts.down_proj"][expert])[0]
-            out[i] += shares[i, expert] / shares[i, best].sum() * one
+            one = _gated(row[None], *_expert(weights, expert))[0]
+            out[i] += factor * shares[i, expert] / shares[i, best].sum() * one
     return out
+
+
+def _expert(weights: Tensors, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gates, ups and downs of an expert, which is stored alone or among all."""
+    if "mlp.experts.gate_up_proj" in weights:
+        gates, ups = np.split(weights["mlp.experts.gate_up_proj"][expert], 2)
+        return gates, ups, weights["mlp.experts.down_proj"][expert]
+    names = (f"mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    gates, ups, downs = (weights[name] for name in names)
+    return gates, ups, downs

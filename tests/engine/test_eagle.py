@@ -4,7 +4,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,11 +13,11 @@ from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running import head_programs
-from detjax.engine.running import programs as programs_module
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.heads.features import text_states
 from detjax.numerics import NumericsProfile
+from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, dummy_tensors, reference_drafts
 from detjax.testing.programs import plain_key
@@ -60,22 +59,8 @@ def engine(model, head, programs):
 
 
 def requests() -> list[Request]:
-    """Prompts around a page and a chunk: greedy, sampled, filtered and penalised, with ends."""
-    rng = np.random.default_rng(5)
-    kinds = (
-        {},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.2, "seed": 2, "top_p": 0.8, "repetition_penalty": 1.2},
-        {"stop_token_ids": (0, 7)},
-        {"temperature": 0.7, "seed": 3, "n": 2},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, VOCAB, length)),
-            sampling=SamplingParams(max_tokens=30, **kind),
-        )
-        for length, kind in zip((5, 120, 64, 130, 20), kinds, strict=True)
-    ]
+    """Prompts around a page and a chunk."""
+    return mixed_requests(VOCAB, (5, 120, 64, 130, 20), max_tokens=30)
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +163,11 @@ def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, accept
     tables = {
         "right": text,
         "late": np.roll(text, 1),
-        "half": np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text),
+        "half": every_third_wrong(text, VOCAB),
         "wrong": (text + 1) % VOCAB,
     }
-
-    def candidates(token_ids, positions):
-        return jnp.asarray(tables[kind])[jnp.clip(positions, 0, len(text) - 1)]
-
     known = ProgramCache(
-        model, num_pages=PAGES, num_slots=2, window_len=WINDOW, candidates=candidates,
+        model, num_pages=PAGES, num_slots=2, window_len=WINDOW, candidates=drafts_of(tables[kind]),
         others=programs, draft_model=head,
     )  # fmt: skip
     made = Engine(model, EngineConfig(**SIZES, **EAGLE3), programs=known, draft_model=head)
@@ -285,13 +266,7 @@ def test_a_head_of_a_mixture_of_experts_changes_no_bit():
 @pytest.mark.control
 def test_control_committing_drafts_unseen_gives_other_bits(model, head, plain, monkeypatch):
     """Acceptance by the head's own argmax, not by equality with the canonical token."""
-    checked = programs_module.commit_window
-
-    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
-        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
-        return checked(slots, slot, start, drafts, num_drafts, believed)
-
-    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    commit_drafts_unseen(monkeypatch)
     unsafe = ProgramCache(model, num_pages=PAGES, num_slots=2, window_len=WINDOW, draft_model=head)
     made = Engine(model, EngineConfig(**SIZES, **EAGLE3), programs=unsafe, draft_model=head)
     (done,) = made.generate(requests()[:1])

@@ -7,7 +7,6 @@ length are accepted.
 
 from functools import cache
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,9 +15,9 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running import programs as programs_module
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.backend import Backend
+from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head
 
@@ -52,15 +51,10 @@ def plain() -> Completion:
     return done
 
 
-def mostly_right(token_ids, positions):
-    text = np.array([*PROMPT, *plain().token_ids, *range(8)], np.int32)
-    drafts = np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text)
-    return jnp.asarray(drafts)[jnp.clip(positions, 0, len(text) - 1)]
-
-
 def drafted(*, count: int = 4, tp: int = 1, **changes) -> tuple[list[Completion], Engine]:
     """Answers to the request, so many times at once."""
-    plain()  # not while a program is traced, which asks for its tokens
+    text = np.array([*PROMPT, *plain().token_ids, *range(8)], np.int32)
+    mostly_right = drafts_of(every_third_wrong(text, VOCAB))
     made = Engine(
         model(tp), EngineConfig(**SIZES | DRAFTS | changes),
         draft_model=dummy_head(model(tp), HEAD), candidates=mostly_right,
@@ -78,13 +72,7 @@ def test_drafts_of_a_head_change_no_bit(mode):
 
 @pytest.mark.control
 def test_control_drafts_that_are_not_compared_give_another_answer(monkeypatch):
-    checked = programs_module.commit_window
-
-    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
-        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
-        return checked(slots, slot, start, drafts, num_drafts, believed)
-
-    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    commit_drafts_unseen(monkeypatch)
     (done,), _ = drafted(count=1)
     assert done.digest() != plain().digest()
 

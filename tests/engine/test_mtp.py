@@ -21,7 +21,6 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running import programs as programs_module
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.speculative_config import SpeculativeConfig
@@ -33,9 +32,10 @@ from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.folders import write_model_folder
-from detjax.testing.mtp import MIMO, mtp_names, random_mtp_head
+from detjax.testing.mtp import MIMO, mtp_names, mtp_tensors, random_mtp_head
 
 VOCAB, WINDOW, PAGE = 12, 4, 16  # so small a vocabulary that some drafts are right by chance
 PROFILE = NumericsProfile(attention_block=PAGE, attention_split=64)
@@ -96,22 +96,8 @@ def engine(model, head, programs):
 
 
 def requests() -> list[Request]:
-    """Prompts around a page and a chunk: greedy, sampled, filtered and penalised, with ends."""
-    rng = np.random.default_rng(5)
-    kinds = (
-        {},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.2, "seed": 2, "top_p": 0.8, "repetition_penalty": 1.2},
-        {"stop_token_ids": (0, 7)},
-        {"temperature": 0.7, "seed": 3, "n": 2},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, VOCAB, length)),
-            sampling=SamplingParams(max_tokens=24, **kind),
-        )
-        for length, kind in zip((5, 40, 16, 17, 33), kinds, strict=True)
-    ]
+    """Prompts around a page and a chunk."""
+    return mixed_requests(VOCAB, (5, 40, 16, 17, 33), max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +164,9 @@ def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, least,
     (expected,) = Engine(model, EngineConfig(**SIZES), programs=programs).generate(asked)
     text = np.array([*asked[0].prompt_token_ids, *expected.token_ids, *range(WINDOW)], np.int32)
     if kind == "half":
-        text = np.where(np.arange(len(text)) % 3 == 1, (text + 1) % VOCAB, text)
-
-    def candidates(token_ids, positions):
-        return jnp.asarray(text)[jnp.clip(positions, 0, len(text) - 1)]
-
+        text = every_third_wrong(text, VOCAB)
     known = ProgramCache(
-        model, num_pages=24, num_slots=2, window_len=WINDOW, candidates=candidates,
+        model, num_pages=24, num_slots=2, window_len=WINDOW, candidates=drafts_of(text),
         others=programs, draft_model=head,
     )  # fmt: skip
     made = Engine(model, EngineConfig(**SIZES, **MTP), programs=known, draft_model=head)
@@ -196,13 +178,7 @@ def test_drafts_that_are_known_change_no_bit(model, head, programs, kind, least,
 @pytest.mark.control
 def test_control_committing_drafts_unseen_gives_other_bits(model, head, plain, monkeypatch):
     """Acceptance by the head's own argmax, not by equality with the canonical token."""
-    checked = programs_module.commit_window
-
-    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
-        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
-        return checked(slots, slot, start, drafts, num_drafts, believed)
-
-    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    commit_drafts_unseen(monkeypatch)
     unsafe = ProgramCache(model, num_pages=24, num_slots=2, window_len=WINDOW, draft_model=head)
     made = Engine(model, EngineConfig(**SIZES, **MTP), programs=unsafe, draft_model=head)
     (done,) = made.generate(requests()[:1])
@@ -242,7 +218,17 @@ def test_only_programs_that_are_compiled_ahead_have_run(engine, programs, plain)
 
 
 CYCLE = 48
-GOLDEN = Path(__file__).parents[1] / "golden" / "hf" / "qwen3_5"
+FAMILIES = ("qwen3_5", "qwen3_next", "glm4_moe", "mimo")
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+
+
+def folder_of(folder: Path, family: str) -> tuple[Path, dict]:
+    """A small model without a head, and its `config.json`; all but MiMo are golden ones."""
+    if family == "mimo":
+        write_model_folder(folder, MIMO)
+    else:
+        shutil.copytree(GOLDEN / family, folder)
+    return folder, json.loads((folder / "config.json").read_text())
 
 
 def cyclic_folder(folder: Path, family: str, kind: str) -> Path:
@@ -251,13 +237,8 @@ def cyclic_folder(folder: Path, family: str, kind: str) -> Path:
     Embeddings are unit vectors, and layers add nothing. The head goes on from the embedding that it
     reads, or from the hidden state, which is of the token before it, by two tokens.
     """
-    if family == "mimo":
-        values = {**MIMO}
-        write_model_folder(folder, values)
-    else:
-        values = json.loads((GOLDEN / "config.json").read_text())
-        shutil.copytree(GOLDEN, folder)
-    values |= {"vocab_size": CYCLE, "eos_token_id": None}
+    folder, values = folder_of(folder, family)
+    values |= {"vocab_size": CYCLE, "eos_token_id": None, "bos_token_id": None}
     (folder / "config.json").write_text(json.dumps(values))
     width = values["hidden_size"]
     unit, step = np.eye(CYCLE, width), np.zeros((width, width))
@@ -265,17 +246,22 @@ def cyclic_folder(folder: Path, family: str, kind: str) -> Path:
     halves = [np.eye(width), 0 * step] if kind == "embedding" else [0 * step, step]
     shapes = {name: x.shape for name, x in load_file(folder / "model.safetensors").items()}
     shapes |= mtp_names(values)
-    gain = float(family == "mimo")  # the other's are stored less 1
+    gain = float(family in ("mimo", "glm4_moe"))  # others are stored less 1
     tensors = {name: np.full(x, gain if "norm" in name else 0.0) for name, x in shapes.items()}
     tensors["model.embed_tokens.weight"] = unit
     tensors["lm_head.weight"] = unit[(np.arange(CYCLE) - 1) % CYCLE]
-    if family == "mimo":
-        tensors["model.mtp_layers.0.input_proj.weight"] = np.concatenate(halves[::-1], axis=1)
-    else:
-        tensors["mtp.fc.weight"] = np.concatenate(halves, axis=1)
+    joins = {"mimo": "model.mtp_layers.0.input_proj", "glm4_moe": "model.layers.3.eh_proj"}
+    in_order = halves[::-1] if family == "mimo" else halves
+    tensors[f"{joins.get(family, 'mtp.fc')}.weight"] = np.concatenate(in_order, axis=1)
     stored = {name: value.astype(jnp.bfloat16) for name, value in tensors.items()}
     save_file(stored, folder / "model.safetensors")
     return folder
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(
+        str(folder), profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+    )
 
 
 def acceptance(model: LoadedModel, head: DraftHead) -> float:
@@ -292,18 +278,43 @@ def acceptance(model: LoadedModel, head: DraftHead) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["embedding", "hidden state"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_that_knows_the_next_token_is_always_right(tmp_path, family, kind):
     """It would never be with the token or the hidden state of a place before or behind."""
-    folder = cyclic_folder(tmp_path / "model", family, kind)
-    model = load_model(
-        str(folder), profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE
-    )
+    model = load(cyclic_folder(tmp_path / "model", family, kind))
     head = load_mtp_head(model)
     assert acceptance(model, head) == 1
     join = np.asarray(head.params["join"])
     swapped = np.roll(join, join.shape[1] // 2, axis=1)
     head.params["join"] = jax.device_put(swapped, head.params["join"].sharding)
     assert acceptance(model, head) == 0, "control: halves the other way round"
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next", "glm4_moe"])
+def test_a_head_beside_a_mixture_of_experts_changes_no_bit(tmp_path, family):
+    """Of random weights, read from the model's folder; a part of what it drafts is right."""
+    folder, values = folder_of(tmp_path / "model", family)
+    held = load_file(folder / "model.safetensors")
+    tensors = {name: np.array(x) for name, x in (held | mtp_tensors(values)).items()}
+    tensors["lm_head.weight"][CYCLE:] = 0  # few tokens, which drafts hit by chance
+    save_file(tensors, folder / "model.safetensors")
+    model = load(folder)
+    rng = np.random.default_rng(3)
+    asked = [
+        Request(
+            prompt_token_ids=tuple(int(t) for t in rng.integers(0, CYCLE, length)),
+            sampling=SamplingParams(max_tokens=24, temperature=temperature, seed=1),
+        )
+        for length, temperature in ((5, 0.0), (40, 0.0), (17, 0.9))
+    ]
+    sizes = SIZES | {"num_pages": 4, "max_len": 128}
+    expected = Engine(model, EngineConfig(**sizes)).generate(asked)
+    made = Engine(model, EngineConfig(**sizes, **MTP), draft_model=load_mtp_head(model))
+    assert_same_completions(made.generate(asked), expected)
+    counts = made.stats().drafts["mtp"]
+    assert counts.num_windows > 20 and counts.draft_tokens > counts.accepted_tokens > 0
 
 
 # ----------------------------------------------------------------------------------------- refusals

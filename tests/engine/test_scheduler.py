@@ -157,6 +157,8 @@ class Device:
         has_model = row.is_draft and self.config.draft_weights in ("draft_model", "eagle3")
         most = self.config.verify_window - 1 if has_model else self.config.decode_steps
         assert 1 <= row.num_tokens <= most
+        if not row.is_draft:
+            self.drafter.miss(row.seq)
         if has_model:
             self.drafter.begin(row, tokens, committed=len(self.prefixes[key]))
         for _ in range(row.num_tokens):
@@ -178,12 +180,13 @@ class Device:
         assert len(drafts) == row.num_drafts < self.config.verify_window
         tokens = self.prefixes[key]
         self.write(row.seq, tokens + drafts, len(tokens) - 1, kind="canonical")
-        self.drafter.verify(row.seq, tokens, num_drafts=row.num_drafts)
         chosen = []
         for draft in [*drafts, None]:
             chosen.append(self.token_after(tokens + chosen))
             if chosen[-1] != draft:
                 break
+        accepted = len(chosen) - 1
+        self.drafter.verify(row.seq, tokens, num_drafts=row.num_drafts, accepted=accepted)
         self.prefixes[key] = tokens + chosen
         self.windows[key] = []
         return row, chosen
@@ -212,80 +215,136 @@ class Device:
         return told
 
 
+class Followed:
+    """Sequences whose every token a draft model has run, or a head.
+
+    Entries of a prefix that was found may be of a sequence without drafts.
+    """
+
+    def __init__(self):
+        self.num_prefilled: dict[tuple[int, int], int] = {}  # without a gap, from the first on
+
+    def prefill(self, seq: Sequence, start: int, stop: int) -> None:
+        key = id(seq), seq.num_preemptions
+        if start <= self.num_prefilled.get(key, 0):
+            self.num_prefilled[key] = stop
+
+    def miss(self, seq: Sequence) -> None:
+        self.num_prefilled[id(seq), seq.num_preemptions] = -1
+
+    def knows_all(self, seq: Sequence) -> bool:
+        return self.num_prefilled.get((id(seq), seq.num_preemptions), 0) >= seq.num_to_prefill
+
+
 class DraftCache:
     """A draft model's cache: each token that it runs must find its own tokens before it.
 
-    Like the device it knows the first token of the last window, and so the last draft, which no
-    step has run.
+    Like the device it knows the first token of the last window and the drafts behind it, and so the
+    last draft, which no step has run. What a step without drafts commits it does not know.
     """
 
     def __init__(self, config: ReplicaConfig):
         self.is_used = config.draft_weights == "draft_model"
         self.written: dict[tuple[int, int], tuple] = {}
-        self.first: dict[tuple[int, int], int] = {}
-        self.num_missed, self.window_len = 0, config.verify_window
+        # Of each slot: position of the first token of the last window, and of the last one known.
+        self.known: dict[tuple[int, int], tuple[int, int]] = {}
+        self.followed = Followed()
+        self.num_missed = 0
 
     def write(self, seq: Sequence, tokens: list[int], position: int) -> None:
-        place = seq.pages[position // PAGE] * PAGE + position % PAGE
-        self.written[seq.replica, place] = tuple(tokens[: position + 1])
+        self.written[place_of(seq, position)] = tuple(tokens[: position + 1])
 
     def prefill(self, seq: Sequence, tokens: list[int], start: int, *, is_last: bool) -> None:
         if self.is_used and seq.is_drafted:
+            self.followed.prefill(seq, start, len(tokens))
             for position in range(start, len(tokens)):
                 self.write(seq, tokens, position)
             if is_last:
-                self.first[seq.replica, seq.slot] = len(tokens) - 1
+                self.known[seq.replica, seq.slot] = len(tokens) - 1, len(tokens) - 1
+
+    def miss(self, seq: Sequence) -> None:
+        """It is told what it has missed before it drafts again."""
 
     def begin(self, row: DecodeRow, tokens: list[int], *, committed: int) -> None:
-        """Run what was missed, and the token before the newest one if the device knows it."""
+        """Run what was missed, and the token before the newest one, which the device must know."""
         seq, key = row.seq, (row.seq.replica, row.seq.slot)
         if row.missed_from is not None:
             assert len(seq.tokens) == committed, "results in flight commit more"
             self.num_missed += committed - 1 - row.missed_from
             self.prefill(seq, seq.tokens[:-1], row.missed_from, is_last=True)
-        assert 0 <= len(tokens) - 2 - self.first[key] < self.window_len, "not in the window"
+        first, last = self.known[key]
+        assert first <= len(tokens) - 2 <= last, "not in the window"
         self.write(seq, tokens, len(tokens) - 2)
-        self.first[key] = committed - 1
+        self.known[key] = committed - 1, len(tokens) - 1
 
-    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int) -> None:
-        """A draft model reads nothing that a verification leaves."""
+    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int, accepted: int) -> None:
+        """Drafts that were accepted are still known. One that was not is no token of the text."""
+        if self.is_used and num_drafts:
+            first, _ = self.known[seq.replica, seq.slot]
+            assert first == len(tokens) - 1, "drafted from another token"
+            self.known[seq.replica, seq.slot] = first, first + accepted
 
     def run(self, seq: Sequence, tokens: list[int]) -> None:
-        """Run the newest token, which reads all before it."""
+        """Run the newest token, which reads all before it, and know the draft behind it."""
         self.write(seq, tokens, len(tokens) - 1)
-        if not seq.num_registered:  # entries of shared pages may be of a sequence without drafts
+        first, _ = self.known[seq.replica, seq.slot]
+        self.known[seq.replica, seq.slot] = first, len(tokens)
+        if self.followed.knows_all(seq):
             for position in range(len(tokens)):
-                place = seq.pages[position // PAGE] * PAGE + position % PAGE
-                found = self.written.get((seq.replica, place))
+                found = self.written.get(place_of(seq, position))
                 assert found == tuple(tokens[: position + 1]), "read another entry"
 
 
 class HeadCache:
-    """What an EAGLE-3 head drafts from: the hidden states of the step before, and of no other.
+    """What a head drafts from: the hidden states of the step before, and of no other.
 
-    Where it has missed tokens its cache has holes, which cost acceptance alone.
+    Entry p is of the hidden state of position p and the token behind it. Where steps without drafts
+    have committed tokens its cache has holes, which cost acceptance alone.
     """
 
     def __init__(self):
+        self.written: dict[tuple[int, int], tuple] = {}
         # Of each slot: position of the first hidden state, and how many there are.
         self.left: dict[tuple[int, int], tuple[int, int]] = {}
+        self.followed = Followed()
+        self.num_missed = 0
+
+    def write(self, seq: Sequence, tokens: list[int], start: int) -> None:
+        for position in range(start, len(tokens) - 1):
+            self.written[place_of(seq, position)] = tuple(tokens[: position + 2])
 
     def prefill(self, seq: Sequence, tokens: list[int], start: int, *, is_last: bool) -> None:
-        if is_last and seq.is_drafted:
-            self.left[seq.replica, seq.slot] = len(tokens) - 1, 1
+        if seq.is_drafted:
+            self.followed.prefill(seq, start, len(tokens))
+            self.write(seq, seq.tokens[: len(tokens) + 1], start)
+            if is_last:
+                self.left[seq.replica, seq.slot] = len(tokens) - 1, 1
 
-    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int) -> None:
+    def verify(self, seq: Sequence, tokens: list[int], *, num_drafts: int, accepted: int) -> None:
         self.left[seq.replica, seq.slot] = len(tokens) - 1, num_drafts + 1
+
+    def miss(self, seq: Sequence) -> None:
+        self.followed.miss(seq)
 
     def begin(self, row: DecodeRow, tokens: list[int], *, committed: int) -> None:
         assert len(tokens) == committed, "a window is drafted in one launch"
         assert row.missed_from is None
         first, count = self.left[row.seq.replica, row.seq.slot]
         assert 1 <= committed - 1 - first <= count, "hidden states of another step"
+        self.write(row.seq, tokens, first)
 
     def run(self, seq: Sequence, tokens: list[int]) -> None:
-        """Its entries are on pages that the sequence holds."""
-        assert (len(tokens) - 1) // PAGE < len(seq.pages)
+        """Its entries are on pages that the sequence holds, and none is missing."""
+        self.write(seq, tokens, len(tokens) - 2)
+        if self.followed.knows_all(seq):
+            for position in range(len(tokens) - 1):
+                found = self.written.get(place_of(seq, position))
+                assert found == tuple(tokens[: position + 2]), "read another entry"
+
+
+def place_of(seq: Sequence, position: int) -> tuple[int, int]:
+    """Where an entry of a sequence lies: its replica, and the place there."""
+    return seq.replica, seq.pages[position // PAGE] * PAGE + position % PAGE
 
 
 class Simulation:
@@ -582,6 +641,56 @@ def test_nobody_starves_behind_those_who_keep_coming(count):
             ahead = [s for s in simulation.seqs if s.service_order <= last.service_order]
             assert simulation.num_steps <= simulation.most_steps(ahead), f"{seed=}"
         assert last.state is SequenceState.DONE, f"{seed=}: {simulation.config}"
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 3])
+def test_a_draft_model_runs_the_last_draft_of_a_window_accepted_whole(steps_ahead):
+    """The result is read while the sequence waits for a page. It preempts another, and decodes
+    without drafts as long as two decoded; then it drafts again.
+
+    The device checks that what a draft reads was written.
+    """
+    preempted = missed = 0
+    for length in range(5, 14):
+        simulation = model_drafts("draft_model", steps_ahead, num_pages=6, max_draft_batch=1)
+        simulation.add([1] * 4, most=20, is_drafted=True)
+        simulation.step()
+        simulation.step()
+        simulation.add([2] * length, most=20 - length, is_drafted=True)
+        simulation.drain()
+        simulation.check_answers()
+        preempted += simulation.scheduler.num_preempted
+        missed += simulation.device.drafter.num_missed
+    assert preempted > 2 and missed > 10
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("steps_ahead", [1, 2, 3])
+def test_a_window_without_drafts_is_verified_when_nothing_is_drafted_behind_it(
+    drafter, steps_ahead
+):
+    """The last windows could end the sequence, and are rolled back from any place on."""
+    without = 0
+    for wrong in range(8, 28):
+        simulation = model_drafts(drafter, steps_ahead)
+        turn = iter(range(1000))
+        simulation.device.is_right = lambda turn=turn, wrong=wrong: next(turn) < wrong
+        seq = simulation.add([1], most=26, is_drafted=True)
+        while simulation.scheduler.has_work:
+            (rows,) = simulation.step().verifies
+            without += sum(row.num_drafts == 0 for row in rows)
+            assert all(row.num_drafts or seq.len_bound == seq.max_len for row in rows)
+        simulation.check_answers()
+    assert without > 5
+
+
+def model_drafts(drafter: str, steps_ahead: int, **changes) -> Simulation:
+    """Drafts of another model for sequences that only their length ends."""
+    sizes = {"num_pages": 80, "verify_patience": 0, "has_prefix_cache": False}
+    config = changed(**sizes | changes, draft_weights=drafter)
+    simulation = Simulation(config, steps_ahead=steps_ahead)
+    simulation.device.end = None
+    return simulation
 
 
 def changed(**changes) -> ReplicaConfig:

@@ -16,11 +16,13 @@ from detjax.engine.metrics import DraftCounts
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running import programs as programs_module
+from detjax.engine.running.draft_programs import DraftState
 from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
+from detjax.numerics import NumericsProfile
+from detjax.testing.drafts import commit_drafts_unseen, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 
 VOCAB, WINDOW, PAGES = 320, 4, 4
@@ -69,22 +71,8 @@ def weights_of(kind: str) -> dict:
 
 
 def requests() -> list[Request]:
-    """Prompts around a page and a chunk: greedy, sampled, filtered and penalised, with ends."""
-    rng = np.random.default_rng(5)
-    kinds = (
-        {},
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 1.2, "seed": 2, "top_p": 0.8, "repetition_penalty": 1.2},
-        {"stop_token_ids": tuple(range(40))},
-        {"temperature": 0.7, "seed": 3, "n": 2},
-    )
-    return [
-        Request(
-            prompt_token_ids=tuple(int(t) for t in rng.integers(0, VOCAB, length)),
-            sampling=SamplingParams(max_tokens=14, **kind),
-        )
-        for length, kind in zip((5, 120, 63, 130, 20), kinds, strict=True)
-    ]
+    """Prompts around a page and a chunk."""
+    return mixed_requests(VOCAB, (5, 120, 63, 130, 20), max_tokens=14, stop_token_ids=range(40))
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +138,39 @@ def test_drafts_stop_at_high_batch_and_begin_again_with_what_was_missed(engine, 
     counts = made.stats().drafts["draft_model"]
     assert drafted_of_two <= 2 < counts.num_windows
     assert counts.acceptance > 0.9, "the model has read the 20 tokens that were made without it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and_go(steps_ahead):
+    """In float32, behind windows accepted whole, waits for pages, preemption and other lengths.
+
+    Its cache holds large numbers where no step has written, so a draft that reads one is wrong.
+    """
+    profile = NumericsProfile(
+        weight_dtype="float32", compute_dtype="float32", attention_block=16, attention_split=64
+    )
+    model, draft = (dummy_model(MODEL, profile=profile) for _ in range(2))
+    sizes = SIZES | {
+        "num_pages": 6, "max_len": 96, "has_prefix_cache": False, "verify_window": 16,
+        "prefill_chunk": 16, "max_draft_batch": 1, "steps_ahead": steps_ahead,
+    }  # fmt: skip
+    made = Engine(model, EngineConfig(**sizes, **DRAFT_MODEL), draft_model=draft)
+    state = made._runner._device._drafts
+    for length in range(20, 56, 4):
+        assert isinstance(state, DraftState)
+        filled = jnp.full_like(state.pages, 100.0)
+        made._runner._device._drafts = dataclasses.replace(state, pages=filled)
+        made.add_request((1,) * 16, SamplingParams(max_tokens=80))
+        made.step()
+        made.step()
+        made.add_request((2,) * length, SamplingParams(max_tokens=80 - length))
+        made.drain()
+        state = made._runner._device._drafts
+    stats = made.stats()
+    assert stats.num_preempted > 2 and stats.decode_tokens > 100
+    assert stats.drafts["draft_model"].num_windows > 30
+    assert stats.drafts["draft_model"].acceptance == 1
 
 
 @pytest.mark.invariance
@@ -314,13 +335,7 @@ def test_control_committing_drafts_unseen_gives_other_bits(
     engine, model, draft, plain, monkeypatch
 ):
     """Acceptance by the draft's own argmax, not by equality with the canonical token."""
-    checked = programs_module.commit_window
-
-    def commit_drafts(slots, slot, start, drafts, num_drafts, chosen):
-        believed = jnp.concatenate([drafts, chosen[:, -1:]], axis=1)
-        return checked(slots, slot, start, drafts, num_drafts, believed)
-
-    monkeypatch.setattr(programs_module, "commit_window", commit_drafts)
+    commit_drafts_unseen(monkeypatch)
     draft.replace_weights(weights_of("other weights"))
     unsafe = ProgramCache(model, num_pages=PAGES, num_slots=2, window_len=WINDOW, draft_model=draft)
     made = Engine(model, EngineConfig(**SIZES, **DRAFT_MODEL), programs=unsafe, draft_model=draft)

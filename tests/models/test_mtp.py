@@ -5,6 +5,7 @@ What they draft is compared with float64 in NumPy by the published formulas. Whe
 from the right token and the right hidden state is seen with heads that know the next token.
 """
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,23 +20,36 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
+from detjax.engine.config import EngineConfig
+from detjax.engine.engine import Engine
+from detjax.engine.requests.request import Request
+from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.heads.features import text_states
 from detjax.models.heads.head import DraftHead, draft_logits, head_pass, read_features
-from detjax.models.heads.mtp import load_mtp_head
+from detjax.models.heads.mtp import check_mtp_head, load_mtp_head
 from detjax.models.heads.mtp_config import find_mtp_layout, mtp_layout_from_hf
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.hub import check_model
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel, load_model
-from detjax.models.weights.load import load_params
+from detjax.models.quantization.quantize import RECIPES, quantize_folder, quantize_matrix
+from detjax.models.weights.files import open_tensors
+from detjax.models.weights.load import ignore_progress, load_params
+from detjax.models.weights.packed import has_packed
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.testing.dummies import cpu_backend, dummy_config, dummy_model
+from detjax.testing.dummies import assert_same_completions, cpu_backend, dummy_config, dummy_model
 from detjax.testing.folders import write_model_folder
 from detjax.testing.mtp import MIMO, mtp_names, mtp_tensors, reference_mtp_drafts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "mimo")
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "mimo")
+COPIES = {
+    "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.3.shared_head.head.weight": "lm_head.weight",
+}
+"""What GLM-4.5's head has once more."""
 WIDE = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
 TOKENS = tuple(int(t) for t in np.random.default_rng(0).integers(0, 256, 24))
 
@@ -51,7 +65,10 @@ def write(folder: Path, family: str) -> Path:
             shutil.copyfile(GOLDEN / family / name, folder / name)
     values = json.loads((folder / "config.json").read_text())
     path = folder / "model.safetensors"
-    save_file(load_file(path) | mtp_tensors(values), path)
+    held = load_file(path)
+    if family == "glm4_moe":
+        held |= {copy: held[original].copy() for copy, original in COPIES.items()}
+    save_file(held | mtp_tensors(values), path)
     return folder
 
 
@@ -61,9 +78,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {family: write(root / family, family) for family in FAMILIES}
 
 
-def load(folder: Path, profile: NumericsProfile = WIDE, tp: int = 1) -> LoadedModel:
+def load(
+    folder: Path, profile: NumericsProfile = WIDE, tp: int = 1, weights: str = "auto"
+) -> LoadedModel:
     backend = cpu_backend(load_config(folder), profile, tp)
-    return load_model(str(folder), profile=profile, mesh=make_mesh(1, tp), backend=backend)
+    return load_model(
+        str(folder), profile=profile, mesh=make_mesh(1, tp), backend=backend,
+        quantized_weights=weights,
+    )  # fmt: skip
 
 
 def drafting(model: LoadedModel, head: DraftHead) -> Callable[[tuple[int, ...]], list[int]]:
@@ -125,7 +147,7 @@ def test_drafts_are_those_of_the_published_formulas_in_float64(folders, family):
 
 @pytest.mark.slow
 @pytest.mark.control
-@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "mimo"])
 def test_control_the_halves_the_other_way_round_draft_something_else(folders, family):
     model = load(folders[family])
     head = load_mtp_head(model)
@@ -195,6 +217,9 @@ def changed(source: Path, folder: Path, tensors: dict | None = None, **values) -
         ("qwen3_5", {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers=0: detjax reads"),
         ("qwen3_5", {"mtp_num_hidden_layers": True}, "mtp_num_hidden_layers=True: detjax reads"),
         ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2: detjax reads"),
+        ("glm4_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2: detjax reads"),
+        ("glm4_moe", {"num_nextn_predict_layers": None, "num_mtp_layers": 2}, "num_mtp_layers=2"),
         ("mimo", {"num_nextn_predict_layers": 3}, "num_nextn_predict_layers=3: detjax reads"),
     ],
 )
@@ -212,9 +237,8 @@ def test_heads_that_are_not_supported_are_refused_by_name(
 def test_a_model_of_a_family_without_heads_is_refused():
     with pytest.raises(ValueError, match="no 'llama' has an MTP head that detjax reads"):
         check_model("novels-6m", head="mtp")
-    for architecture in ("Qwen3NextForCausalLM", "Glm4MoeForCausalLM"):
-        with pytest.raises(ValueError, match="has an MTP head that detjax reads; .* 'mimo'"):
-            mtp_layout_from_hf({"architectures": [architecture]})
+    with pytest.raises(ValueError, match="has an MTP head that detjax reads; .* 'mimo'"):
+        mtp_layout_from_hf({"architectures": ["Ernie4_5ForCausalLM"]})
     with pytest.raises(ValueError, match="random weights has no MTP head"):
         load_mtp_head(dummy_model(dummy_config()))
 
@@ -238,6 +262,156 @@ def test_tensors_that_do_not_fit_are_refused(folders, tmp_path, tensors, message
     folder = changed(folders["qwen3_5"], tmp_path / "model", tensors)
     with pytest.raises(ValueError, match=message):
         load_mtp_head(load(folder, NumericsProfile()))
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_head_with_an_embedding_or_a_matrix_of_its_own_is_refused(folders, tmp_path, name):
+    """GLM-4.5's has them once more; bits that differ would be a head of another kind."""
+    held = load_file(folders["glm4_moe"] / "model.safetensors")
+    other = held[name].copy()
+    other[-1, -1] += 1
+    folder = changed(folders["glm4_moe"], tmp_path / "model", {name: other})
+    with pytest.raises(ValueError, match=f"{name}' in .* is not '{COPIES[name]}' of the model"):
+        load_mtp_head(load(folder, NumericsProfile()))
+    without = changed(folders["glm4_moe"], tmp_path / "without", {name: None})
+    load_mtp_head(load(without, NumericsProfile()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe"])
+def test_a_saved_model_keeps_its_head(folders, tmp_path, family):
+    """Also where what was saved is saved once more."""
+    model = load(folders[family], NumericsProfile())
+    expected = load_mtp_head(model)
+    for name in ("saved", "again"):
+        model.save(tmp_path / name)
+        model = load(tmp_path / name, NumericsProfile())
+        found = load_mtp_head(model)
+        assert found.params.keys() == expected.params.keys()
+        for key, param in expected.params.items():
+            assert np.asarray(found.params[key]).tobytes() == np.asarray(param).tobytes(), key
+    names = mtp_names(json.loads((folders[family] / "config.json").read_text()))
+    assert names.keys() <= load_file(tmp_path / "again" / "model.safetensors").keys()
+
+
+# ------------------------------------------------------------------------------ quantised models
+
+GROUP = {"group_size": 32}
+FORMATS = {
+    "fp8 in blocks": dataclasses.replace(RECIPES["fp8-block"], block_rows=32, **GROUP),
+    "fp8-dynamic": RECIPES["fp8-dynamic"],
+    "int4-w4a16": dataclasses.replace(RECIPES["int4-w4a16"], **GROUP),
+}
+"""The first is stored as DeepSeek and Qwen do, the others as compressed-tensors does."""
+
+
+def quantised(source: Path, out: Path, kind: str, *, with_head: bool) -> Path:
+    """A copy with a head that is quantised like the model, or that stays bfloat16."""
+    recipe = FORMATS[kind]
+    quantize_folder(source, out, recipe, progress=ignore_progress)
+    path, held = out / "model.safetensors", load_file(source / "model.safetensors")
+    with contextlib.ExitStack() as stack:
+        tensors = {name: np.array(it.rows) for name, it in open_tensors(out, stack).items()}
+    matrices = [name for name in mtp_names(MIMO) if held[name].ndim == 2] if with_head else []
+    for name in matrices:
+        tensors.pop(name)
+        tensors |= quantize_matrix(name, held[name], recipe)
+    config = json.loads((out / "config.json").read_text())
+    kept = ["lm_head"] if with_head else ["lm_head", "re:model.mtp_layers.*"]
+    config["quantization_config"]["ignore"] = kept
+    if kind == "fp8 in blocks":
+        tensors = {
+            name.replace("weight_scale", "weight_scale_inv"): x for name, x in tensors.items()
+        }
+        config["quantization_config"] = {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32], "modules_to_not_convert": kept,
+        }  # fmt: skip
+    save_file(tensors, path)
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def rounded(weight: np.ndarray, kind: str) -> np.ndarray:
+    """What a quantised matrix stands for."""
+    recipe, (n, k) = FORMATS[kind], weight.shape
+    codes, scale = list(quantize_matrix("x.weight", weight, recipe).values())[:2]
+    of_each = scale.astype(np.float32).repeat(recipe.block_rows, axis=0)[:n]
+    of_each = of_each.repeat(recipe.group_size or k, axis=1)
+    if not recipe.is_float:
+        codes = np.clip(np.rint(weight.astype(np.float32) / of_each), -8, 7).astype(np.int8)
+    return (codes.astype(np.float32) * of_each).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("with_head", [True, False], ids=["quantised head", "bfloat16 head"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_head_of_a_quantised_model_is_the_bfloat16_head_that_it_stands_for(
+    folders, tmp_path, kind, with_head
+):
+    source = folders["mimo"]
+    found = load_mtp_head(
+        load(quantised(source, tmp_path / "q", kind, with_head=with_head), NumericsProfile())
+    )
+    held = load_file(source / "model.safetensors")
+    names = [name for name in mtp_names(MIMO) if held[name].ndim == 2 and with_head]
+    plain = changed(source, tmp_path / "plain", {name: rounded(held[name], kind) for name in names})
+    expected = load_mtp_head(load(plain, NumericsProfile()))
+    assert found.params.keys() == expected.params.keys()
+    for name, param in expected.params.items():
+        assert np.asarray(found.params[name]).tobytes() == np.asarray(param).tobytes(), name
+    if with_head:
+        unrounded = load_mtp_head(load(source, NumericsProfile()))
+        assert bool((unrounded.params["join"] != found.params["join"]).any())
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("with_head", [True, False], ids=["quantised head", "bfloat16 head"])
+@pytest.mark.parametrize("kind", ["fp8 in blocks", "int4-w4a16"])
+def test_a_head_of_a_quantised_model_changes_no_bit(folders, tmp_path, kind, with_head):
+    folder = quantised(folders["mimo"], tmp_path / "model", kind, with_head=with_head)
+    model = load(folder, NumericsProfile(), weights="packed")
+    assert has_packed(model.params)
+    asked = [
+        Request(prompt_token_ids=TOKENS[:length], sampling=SamplingParams(max_tokens=24))
+        for length in (3, 11, 24)
+    ]
+    sizes = {"batch_size": 2, "num_pages": 4, "max_len": 128, "self_check": "off"}
+    expected = Engine(model, EngineConfig(**sizes)).generate(asked)
+    config = EngineConfig(**sizes, draft_weights="mtp", verify_window=3, verify_rows=2)
+    made = Engine(model, config, draft_model=load_mtp_head(model))
+    assert_same_completions(made.generate(asked), expected)
+    assert made.stats().drafts["mtp"].num_windows > 20
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "glm4_moe"])
+def test_a_quantised_model_whose_tensors_are_stored_otherwise_is_refused(folders, tmp_path, family):
+    """The model itself is, and so with its head."""
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    folder = changed(folders[family], tmp_path / "model", quantization_config=settings)
+    with pytest.raises(ValueError, match=f"a quantised '{family}.*' is not supported"):
+        load(folder, NumericsProfile())
+
+
+# ------------------------------------------------------------------------------- ranks and Hopper
+
+
+def test_heads_that_no_run_has_shown_are_refused_by_name(folders, tmp_path):
+    """On Hopper, and where ranks share layers. One rank of another backend takes the same ones."""
+    packed = quantised(folders["mimo"], tmp_path / "q", "int4-w4a16", with_head=True)
+    for folder, name in (
+        (folders["glm4_moe"], "mixtures of experts"),
+        (packed, "quantised models"),
+    ):
+        weights = "packed" if folder == packed else "auto"
+        model = load(folder, NumericsProfile(), weights=weights)
+        config = load_mtp_head(model).head_config
+        on_gpu = dataclasses.replace(model, backend=Backend.SM90)
+        with pytest.raises(ValueError, match=f"heads (of|with) {name} are withheld on sm90"):
+            check_mtp_head(config, on_gpu)
+        on_ranks = dataclasses.replace(model, mesh=make_mesh(1, 2))
+        with pytest.raises(ValueError, match="an MTP head .* and tp=2 is not supported"):
+            check_mtp_head(config, on_ranks)
 
 
 def test_ranks_do_not_share_a_head_with_experts(folders):

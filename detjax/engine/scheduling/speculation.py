@@ -162,8 +162,10 @@ class Speculation:
         else:
             seq.closed_step = None
             if self._has_model and seq.is_drafted and seq.drafter_len is None:
-                # Results in flight commit more, which are computed once more then.
-                seq.drafter_len = len(seq.tokens) - 1
+                # Not the newest token, nor the one before: no step has run the last draft of a
+                # window that was accepted whole. Results in flight commit more, which are computed
+                # once more then.
+                seq.drafter_len = max(0, len(seq.tokens) - 2)
         seq.num_in_flight += max_committed(row)
         return row
 
@@ -253,12 +255,22 @@ class Speculation:
         is_drafted = seq.is_drafted and seq.guide is None
         if not (is_drafted and seq.is_prefilled and seq.len_bound < seq.max_len):
             return False
-        if seq.drafter_len is not None and not (self._has_head and self.drafts(seq)):
-            return False  # its window is empty, and stays so until results have been read
+        if self._has_model and not seq.num_drafts and self._waits_for_results(seq):
+            return False
         is_late = seq.num_drafts > 0 and step - seq.opened_step >= self._config.verify_deadline
         if seq.closed_step is None and (is_late or not self.can_decode(seq)):
             seq.closed_step = step
         return seq.closed_step is not None
+
+    def _waits_for_results(self, seq: Sequence) -> bool:
+        """Whether the empty window of a sequence is verified only when all results have been read.
+
+        They may leave room for a draft. No draft model has run what a window without drafts
+        commits, and its hidden states replace those from which a head has drafted nothing yet. So
+        only a head that has missed tokens wants such a window sooner.
+        """
+        begins_again = self._has_head and seq.drafter_len is not None and self.drafts(seq)
+        return seq.num_in_flight > 0 and not begins_again
 
     def _has_company(
         self, running: abc.Sequence[abc.Sequence[Sequence]], *, step: int, within: int

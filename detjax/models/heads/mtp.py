@@ -16,14 +16,15 @@ from detjax.models.family import MtpLayout
 from detjax.models.heads.config import HeadConfig
 from detjax.models.heads.head import DraftHead, check_head
 from detjax.models.heads.mtp_config import find_mtp_layout, mtp_config
-from detjax.models.hf_config import read_quantization
+from detjax.models.heads.mtp_files import open_mtp_tensors
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params, ParamSpec, TensorSpec, param_specs
-from detjax.models.quantization.expand import expand_tensors
 from detjax.models.weights.assemble import assemble_one
-from detjax.models.weights.files import StoredTensor, open_tensors
+from detjax.models.weights.files import StoredTensor
 from detjax.models.weights.load import check_tensors, ignore_progress, place_stored
+from detjax.models.weights.packed import has_packed
 from detjax.models.weights.reading import AnyReading, Reading, read_by, readings
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 from detjax.parallel.mesh import TP_AXIS
 
@@ -117,13 +118,7 @@ def open_mtp_head(
         FileNotFoundError: If a file is missing.
         ValueError: If there is no head, or a tensor of it is missing, unknown or does not fit.
     """
-    stored = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
-    stored = {name: one for name, one in stored.items() if name.startswith(layout.prefix)}
-    if not stored:
-        raise ValueError(
-            f"{folder} has no MTP head: no tensor's name begins with {layout.prefix!r}. Some tools "
-            "leave it out when they save a model; give the folder that was published"
-        )
+    stored = open_mtp_tensors(folder, layout, stack)
     tensors = read_by(_head_readings(layer, layout, dtype), stored)
     specs = [one for spec in mtp_specs(layer, layout).values() for one in spec.tensors]
     check_tensors(folder, tensors, specs, dtype=dtype, can_cast=True)  # drafts may be rounded
@@ -172,14 +167,25 @@ def check_mtp_head(head_config: HeadConfig, model: LoadedModel) -> None:
     """Refuse a head that cannot run beside a model.
 
     Raises:
-        ValueError: As `check_head` does, or if ranks share a layer of a head with experts.
+        ValueError: As `check_head` does, if no run has shown the bits beside such a head, or if
+            ranks share a layer of a head with experts or of a model whose weights are packed.
     """
+    tp, withheld = model.mesh.shape[TP_AXIS], KERNELS[model.backend].withheld
+    reasons = [withheld.head_experts] if head_config.layer.experts is not None else []
+    reasons += [withheld.packed_mtp] if has_packed(model.params) else []
+    if why := next(filter(None, reasons), ""):
+        raise ValueError(why)
     check_head(head_config, model)
-    tp = model.mesh.shape[TP_AXIS]
     if tp > 1 and head_config.layer.experts is not None:
         raise ValueError(
             f"an MTP head with a mixture of experts and {tp=} is not supported: every rank runs "
             "the whole head; use tp=1, or another method of speculative_config"
+        )
+    if tp > 1 and has_packed(model.params):
+        raise ValueError(
+            f"an MTP head of a quantised model and {tp=} is not supported: no run has shown that "
+            "it changes no bit; use tp=1, quantized_weights='expanded', or another method of "
+            "speculative_config"
         )
 
 

@@ -45,7 +45,7 @@ def mtp_layout_from_hf(values: Mapping[str, Any]) -> MtpLayout:
                 f"{key}={value!r}: detjax reads an MTP head with {key}={supported[0]!r} only; "
                 "draft by another method of speculative_config"
             )
-    return layout
+    return layout.behind(values.get("num_hidden_layers", family.defaults["num_hidden_layers"]))
 
 
 def mtp_config(target: ModelConfig, layout: MtpLayout) -> HeadConfig:
