@@ -136,7 +136,6 @@ def _qwen3_5_wrapper(architecture: str, model_type: str) -> Wrapper:
     )
 
 
-# Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
 _QWEN3_5_MTP = MtpLayout(
     count="mtp_num_hidden_layers",
     prefix="mtp.",
@@ -152,6 +151,7 @@ _QWEN3_5_MTP = MtpLayout(
     checked={"mtp_use_dedicated_embeddings": (False,)},
 )
 
+# Qwen3.5 (dense, text): three layers of gated DeltaNet to one of attention with an output gate.
 _QWEN3_5 = Family(
     name="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM",),
