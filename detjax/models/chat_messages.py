@@ -10,9 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
+"""What a function takes that has no `parameters`."""
 
 _EVERYONE = ("role", "content", "name")
 _OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
@@ -82,6 +86,68 @@ def messages_of(messages: Sequence[Mapping[str, Any]], template: str) -> list[di
         raise ValueError("messages is empty; give at least one")
     habits = habits_of(template)
     return [_message(f"messages[{i}]", one, habits) for i, one in enumerate(messages)]
+
+
+def tools_of(tools: Any) -> Any:
+    """The tools as a template reads them: a function without `parameters` has an empty object."""
+    if not isinstance(tools, list | tuple):
+        return tools
+    return [_with_parameters(tool) for tool in tools]
+
+
+def _with_parameters(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": dict(NO_PARAMETERS)}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marked:
+    """A conversation in which all that a template must print ends with a mark of its own.
+
+    Attributes:
+        messages: As `messages_of` returns them, with marks.
+        tools: With marks; as they were if they have no names.
+        marks: Where each is: `messages[2].content`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    marks: dict[str, str]
+
+
+def marked(messages: Sequence[Mapping[str, Any]], tools: Any) -> Marked:
+    """Mark each message's content and calls, and each tool, so that one sees what is printed.
+
+    A text beside calls has no mark: many templates leave it out, as they do with reasoning.
+    """
+    marks: dict[str, str] = {}
+
+    def mark(text: Any, place: str) -> Any:
+        if not isinstance(text, str) or not text.strip():
+            return text
+        sign = f"~~7305{len(marks)}~~"  # no filter of a template changes these characters
+        marks[sign] = place
+        return text + sign
+
+    def mark_name(one: Any, place: str) -> Any:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        if not isinstance(function, Mapping) or "name" not in function:
+            return one
+        return {**one, "function": {**function, "name": mark(function["name"], place)}}
+
+    told = []
+    for i, message in enumerate(messages):
+        where, calls = f"messages[{i}]", message.get("tool_calls")
+        if calls:
+            more = {"tool_calls": [mark_name(call, f"{where}.tool_calls") for call in calls]}
+        else:
+            more = {"content": mark(message["content"], f"{where}.content")}
+        told.append({**message, **more})
+    is_list = isinstance(tools, list | tuple)
+    named = [mark_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if is_list else tools
+    return Marked(messages=told, tools=named, marks=marks)
 
 
 def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:

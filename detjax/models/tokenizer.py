@@ -21,7 +21,7 @@ import tokenizers
 import tokenizers.models
 import tokenizers.processors
 
-from detjax.models.chat_messages import habits_of, messages_of
+from detjax.models.chat_messages import habits_of, marked, messages_of, tools_of
 from detjax.models.chat_template import NO_VARIABLES, OWN, UNKNOWN, Rendered, render_template
 from detjax.models.tokenizer_files import (
     CONFIG_FILE,
@@ -299,6 +299,8 @@ class Tokenizer:
                 raise ValueError(
                     f"{name}: the chat template of {self.source} has no such variable; leave it out"
                 )
+        if "tools" in given:
+            given["tools"] = tools_of(given["tools"])
         told = messages_of(messages, template)
         return _Chat(template=template, messages=told, variables=given, continues=continues)
 
@@ -326,8 +328,30 @@ class Tokenizer:
                 f"messages[{len(messages) - 1}].content is changed by the chat template of "
                 f"{self.source}, so an answer cannot go on in it; leave out continue_final_message"
             )
+        self._check_printed(chat)
         end = rendered.text.rindex(_CUT) if chat.continues else None
         return Rendered(text=rendered.text[:end], origin=rendered.origin[:end])
+
+    def _check_printed(self, chat: "_Chat") -> None:
+        """Refuse what the template drops: a message, its calls, or a tool.
+
+        WHY: whether a template prints something depends on all of the conversation, so it renders
+        once more with marks. That takes a tenth of what the tokens of the text take.
+        """
+        with_marks = marked(chat.messages, chat.variables.get("tools"))
+        told = {**chat.variables, "messages": with_marks.messages}
+        if "tools" in told:
+            told["tools"] = with_marks.tools
+        try:
+            text = render_template(chat.template, told, self.template_tokens).text
+        except ValueError:
+            return  # it reads the marks for something else
+        for sign, place in with_marks.marks.items():
+            if sign not in text:
+                raise ValueError(
+                    f"{place}: the chat template of {self.source} does not print it, so the model "
+                    "would not see it; leave it out, or use a model or a template that knows it"
+                )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; none if it is special or unknown."""
@@ -338,18 +362,30 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.rules.token_bytes(token)
 
-    def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> str:
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> str:
         """Return the text of `ids`, or what they add to the text of `prompt_ids`.
 
-        Special tokens are not shown. Bytes that are not UTF-8 become U+FFFD, one for each longest
-        part of a character. Two differences to transformers: bytes that did form a character
-        stay it when a broken one follows, where byte fallback there gives up the whole run; and
-        `clean_up_tokenization_spaces`, which takes away spaces that the model wrote, is not done.
+        Special tokens are written out only if they are not skipped. Bytes that are not UTF-8 become
+        U+FFFD, one for each longest part of a character. Two differences to transformers: bytes
+        that did form a character stay it when a broken one follows, where byte fallback there gives
+        up the whole run; and `clean_up_tokenization_spaces`, which takes away spaces that the model wrote, is not done.
         """
-        text = b"".join(map(self.token_bytes, ids))
+        text = b"".join(map(self.token_bytes if skip_special_tokens else self._shown_bytes, ids))
         if self.drops_first_space(prompt_ids):
             text = text.removeprefix(b" ")
         return text.decode("utf-8", "replace")
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; of a special one its name."""
+        if token_id not in self.special_ids:
+            return self.token_bytes(token_id)
+        return (self.backend.id_to_token(token_id) or "").encode()
 
     def drops_first_space(self, prompt_ids: Sequence[int]) -> bool:
         """Say whether a text that follows `prompt_ids` is shown without its first space.

@@ -32,10 +32,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         include_usage: One more chunk at the end, which counts tokens.
+        continuous_usage_stats: Each chunk counts the tokens of the request so far.
         include_obfuscation: Taken only as false.
     """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
     def check(self) -> None:

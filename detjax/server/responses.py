@@ -115,12 +115,13 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
                 f"text.verbosity={self.text.verbosity!r} is not supported: leave it out",
                 field="text.verbosity",
             )
-        if self.stream_options is not None and self.stream_options.include_usage:
-            raise RefusedError(
-                "stream_options.include_usage=true is of completions: a response always ends "
-                "with its usage; leave it out",
-                field="stream_options.include_usage",
-            )
+        for name in ("include_usage", "continuous_usage_stats"):
+            if self.stream_options is not None and getattr(self.stream_options, name):
+                raise RefusedError(
+                    f"stream_options.{name}=true is of completions: a response always ends with "
+                    "its usage; leave it out",
+                    field=f"stream_options.{name}",
+                )
 
     def messages(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The conversation, and where each message was in the request."""
