@@ -374,7 +374,8 @@ class Tokenizer:
         Special tokens are written out only if they are not skipped. Bytes that are not UTF-8 become
         U+FFFD, one for each longest part of a character. Two differences to transformers: bytes
         that did form a character stay it when a broken one follows, where byte fallback there gives
-        up the whole run; and `clean_up_tokenization_spaces`, which takes away spaces that the model wrote, is not done.
+        up the whole run; and `clean_up_tokenization_spaces`, which takes away spaces that the model
+        wrote, is not done.
         """
         text = b"".join(map(self.token_bytes if skip_special_tokens else self._shown_bytes, ids))
         if self.drops_first_space(prompt_ids):
