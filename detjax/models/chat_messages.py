@@ -18,6 +18,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 """What a function takes that has no `parameters`."""
 
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+
 _EVERYONE = ("role", "content", "name")
 _OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
 _OF_OTHERS = {
@@ -26,8 +28,11 @@ _OF_OTHERS = {
 }
 """Fields that a template reads of other roles."""
 
-_HINTS = ("type", "text", "prompt_cache_breakpoint")
-"""Of a part of text; the last decides nothing."""
+_HINTS = ("prompt_cache_breakpoint", "cache_control")
+"""Of a part of text; they decide nothing."""
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and where each has it."""
 
 _TESTS_NULL = re.compile(r"""\bcontent['"]?\]?\s+is\s+(?:not\s+)?none""")
 _READS_OBJECTS = re.compile(
@@ -155,11 +160,16 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     if not isinstance(role, str) or role not in ROLES and role not in habits.literals:
         said = "missing" if role is None else f"{role!r:.80}"
         raise ValueError(f"{where}.role is {said}; give one of {', '.join(ROLES)}")
-    kept: dict[str, Any] = {
+    kept = {
         name: value
         for name, value in message.items()
-        if value is not None and value != [] or name == "content"
+        if name == "content"
+        or not _says_nothing(value, NO_FIELDS if name in habits.words else message)
     }
+    if role == "assistant":
+        _rename(kept, "reasoning", "reasoning_content", habits)  # vLLM's name
+        if not kept.get("content"):
+            _rename(kept, "refusal", "content", habits)  # the text of an answer that refuses
     known = {*_EVERYONE, *_OF_ROLE.get(role, ())} | (habits.words - _OF_OTHERS.get(role, set()))
     for name, value in kept.items():
         if name not in known:
@@ -179,6 +189,22 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     return kept
 
 
+def _says_nothing(value: Any, message: Mapping[str, Any] = NO_FIELDS) -> bool:
+    """Whether a field is empty, or has nothing but what its message says elsewhere.
+
+    LiteLLM sends back `provider_specific_fields`, with `refusal` and `reasoning_content` in it.
+    """
+    if value and isinstance(value, Mapping):
+        return all(one is None or one == message.get(name) for name, one in value.items())
+    return value is None or value == []
+
+
+def _rename(kept: dict[str, Any], name: str, ours: str, habits: Habits) -> None:
+    """Take a field under our name, unless the template reads its own or both are there."""
+    if name in kept and name not in habits.words and kept.get(ours) in (None, "", kept[name]):
+        kept[ours] = kept.pop(name)
+
+
 def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
@@ -194,16 +220,18 @@ def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | No
 
 def _text(where: str, part: Any) -> str:
     """The text of a part."""
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXTS:
         raise ValueError(
             f"{where} is of type {kind!r:.80}: this model takes parts of type 'text' alone"
         )
-    if unknown := [key for key in part if key not in _HINTS and part[key] is not None]:
+    name = _TEXTS[kind]
+    known = ("type", name, *_HINTS)
+    if unknown := [key for key in part if key not in known and not _says_nothing(part[key])]:
         raise ValueError(f"{where}.{unknown[0]} is not known; leave it out")
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{where}.text is {part.get('text')!r:.80}; give text")
-    return part["text"]
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"{where}.{name} is {part.get(name)!r:.80}; give text")
+    return part[name]
 
 
 def _tool_calls(where: str, calls: Any, habits: Habits) -> list[dict[str, Any]]:

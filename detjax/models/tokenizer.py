@@ -292,6 +292,10 @@ class Tokenizer:
             )
         given.setdefault("add_generation_prompt", not continues)
         words = habits_of(template).words
+        if given.get("reasoning_effort") == "none" and "reasoning_effort" not in words:
+            del given["reasoning_effort"]  # a template that cannot think needs no more
+            if "enable_thinking" in words:
+                given.setdefault("enable_thinking", False)
         for name, value in given.items():
             # A template without thinking needs no variable to turn it off.
             is_needed = value is continues if name == "add_generation_prompt" else value

@@ -9,7 +9,7 @@ import msgspec
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.server.answer_reader import call_schema
 from detjax.server.errors import RefusedError
-from detjax.server.protocol import CommonFields, Name, SamplingFields, TokenIds
+from detjax.server.protocol import Name, SamplingFields, TokenIds
 
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
 Tools = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)]
@@ -76,13 +76,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             `continue_final_message` is.
         continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
-        reasoning_effort: Given to a template that has this variable, as that of gpt-oss.
+        reasoning_effort: Given to a template that has this variable, as that of gpt-oss. "none" is
+            taken by all: it turns off `enable_thinking` where a template has that.
         add_special_tokens, audio, modalities, prediction, functions, function_call, verbosity,
-        web_search_options: Taken only as `NEUTRAL` has them.
+        web_search_options, echo, include_reasoning: Taken only as `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **CommonFields.NEUTRAL,
+        **SamplingFields.NEUTRAL,
         "add_special_tokens": (False,),
         "audio": (),
         "modalities": (["text"],),
@@ -91,6 +92,8 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         "function_call": ("auto", "none"),
         "verbosity": ("medium",),
         "web_search_options": (),
+        "echo": (False,),
+        "include_reasoning": (True,),
     }
 
     messages: Messages
@@ -114,12 +117,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     function_call: str | dict[str, Any] | None = None
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
+    echo: bool | None = None
+    include_reasoning: bool | None = None
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
         check_tools(self.tools)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
         if self.forced_tools() and (self.response_format or self.structured_outputs):
             raise RefusedError(

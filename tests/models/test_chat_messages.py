@@ -180,8 +180,13 @@ def test_a_role_and_a_field_of_the_template_are_taken():
         ({"role": "user", "content": "x", "name": 5}, "[1].name", "5"),
         ({"role": "tool", "content": "x", "tool_call_id": 5}, "[1].tool_call_id", "5"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "[1].refusal", "leave it out"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-         "[1].content[0]", "'refusal'"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]},
+         "[1].content[0].text", "not known"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "[1].content[0].refusal", "None"),
+        ({"role": "assistant", "content": "x", "provider_specific_fields": {"a": 1}},
+         "[1].provider_specific_fields", "leave it out"),
+        ({"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"},
+         "[1].reasoning", "leave it out"),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}},
          "[1].function_call", "leave it out"),
         ({"role": "assistant", "tool_calls": {}}, "[1].tool_calls", "list"),
@@ -212,11 +217,50 @@ def openai_parts() -> dict[str, typing.Any]:
     return {kind: {"type": kind, kind: {}} for hint in kinds for kind in typing.get_args(hint)}
 
 
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
+        ({"content": None, "refusal": "no"}, {"content": "no"}),
+        ({"content": "x", "refusal": "x"}, None),
+        ({"content": [{"type": "output_text", "text": "x"}]}, {"content": "x"}),
+        ({"content": parts("x"), "reasoning": "r"}, {"content": "x", "reasoning_content": "r"}),
+        ({"content": "x", "reasoning_content": "r", "refusal": None,
+          "provider_specific_fields": {"refusal": None, "reasoning_content": "r"}},
+         {"content": "x", "reasoning_content": "r"}),
+        ({"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+         {"content": "x"}),
+    ],
+)  # fmt: skip
+def test_what_clients_send_back_is_what_it_says(message, same):
+    """vLLM says `reasoning`, LiteLLM says things twice, OpenAI has refusals."""
+    if same is None:
+        with pytest.raises(ValueError, match="refusal"):
+            messages_of([{"role": "assistant"} | message], QWEN)
+    else:
+        (found,) = messages_of([{"role": "assistant"} | message], QWEN)
+        assert found == {"role": "assistant"} | same
+
+
+def test_reasoning_can_be_turned_off_whatever_the_template_calls_it(tmp_path):
+    off, said = {"reasoning_effort": "none"}, "{{ messages[0].content }}"
+    texts = {
+        said: "hi",
+        said + "{{ enable_thinking }}": "hiFalse",
+        said + "{{ enable_thinking }}{{ reasoning_effort }}": "hinone",
+    }
+    for template, text in texts.items():
+        assert with_template(tmp_path, template).render_chat([USER], variables=off) == text
+    ours = with_template(tmp_path, said + "{{ enable_thinking }}")
+    with pytest.raises(ValueError, match="^reasoning_effort: .* no such variable"):
+        ours.render_chat([USER], variables={"reasoning_effort": "low"})
+
+
 def test_every_part_of_openai_but_text_is_refused_by_its_type():
     found = openai_parts()
     assert {"text", "image_url", "input_audio", "refusal"} <= found.keys()
     for kind, part in (found | {"file": {"type": "file", "file": {}}}).items():
-        if kind == "text":
+        if kind in ("text", "refusal"):
             continue
         with pytest.raises(ValueError, match=rf"^messages\[0\].content\[1\] is of type '{kind}'"):
             messages_of([{"role": "user", "content": [*parts("x"), part]}], QWEN)
