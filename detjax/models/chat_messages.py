@@ -156,6 +156,8 @@ def marked(messages: Sequence[Mapping[str, Any]], tools: Any) -> Marked:
 
 
 def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f'{where} is {message!r:.80}; give {{"role": ..., "content": ...}}')
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES and role not in habits.literals:
         said = "missing" if role is None else f"{role!r:.80}"

@@ -154,6 +154,7 @@ class Tokenizer:
                 cannot end a turn or begin one.
         """
         if has_control:
+            _check_unicode(text)
             return self.backend.encode(text).ids
         return self._encode(text, (), add_special_tokens=True)
 
@@ -175,6 +176,7 @@ class Tokenizer:
 
         Special tokens written out in it become that token. For texts that a template has made.
         """
+        _check_unicode(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def apply_chat_template(
@@ -231,6 +233,7 @@ class Tokenizer:
         Raises:
             ValueError: If others come out of it.
         """
+        _check_unicode(text)
         wanted = [self.backend.token_to_id(text[begin:end]) for begin, end in spans]
         if tuple(found.span() for found in self.control.finditer(text)) == spans:
             encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -423,6 +426,16 @@ _CUT = "\u2e28end\u2e29"
 
 _NOT_TOLD = re.compile(f"[{OWN}{UNKNOWN}]+")
 """A run of characters that are not of the messages."""
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the text is half of a surrogate pair, which no token "
+            "can hold; take it out"
+        ) from error
 
 
 def _is_found(text: str, value: Any) -> bool:
