@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import numbers
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +325,10 @@ class LLM:
             ValueError: If the model has no template, it refuses the messages, or they do not fit.
             FloatingPointError: If a logit is NaN.
         """
+        if isinstance(messages, str | Mapping):
+            raise ValueError(
+                f'messages is {messages!r:.80}; give a list: [{{"role": "user", "content": "..."}}]'
+            )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         asked: list[tuple[str | None, Sequence[int]]] = [
@@ -465,7 +469,12 @@ class LLM:
     ) -> list[PromptOutput]:
         """Continue token ids. The text of each is carried along."""
         one = self.default_sampling if sampling is None else sampling
-        samplings = [one] * len(asked) if isinstance(one, SamplingParams) else list(one)
+        samplings = list(one) if isinstance(one, Sequence) else [one] * len(asked)
+        for params in samplings:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"sampling has {params!r:.80}; give SamplingParams(...), or one for each prompt"
+                )
         if len(samplings) != len(asked):
             raise ValueError(
                 f"there are {len(asked)} prompts and {len(samplings)} SamplingParams; give one, or "
@@ -622,8 +631,13 @@ def _check_engine_options(options: Mapping[str, Any]) -> None:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """A list of prompts from one or many."""
-    is_ids = len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
-    return [prompts] if is_ids or isinstance(prompts, str) else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r:.80}; give a text, token ids, or a list of these")
+    found: list[Any] = list(prompts)
+    is_ids = bool(found) and isinstance(found[0], numbers.Integral)
+    return [prompts if isinstance(prompts, np.ndarray) else found] if is_ids else found
 
 
 _OPTIONS = tuple(

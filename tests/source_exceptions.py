@@ -24,12 +24,13 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
         },
         "Fields of OpenAI's and vLLM's requests: accepted by name, or refused with a reason.": {
             "access_programs": 1, "audio": 1, "background": 1, "background_options": 1,
-            "context_management": 1, "function_call": 1, "include": 1, "kv_transfer_params": 1,
+            "context_management": 1, "function_call": 1, "generate_summary": 1, "include": 1,
+            "include_reasoning": 1, "kv_transfer_params": 1, "length_penalty": 1,
             "max_tool_calls": 1,
             "modalities": 1, "moderation": 1, "prediction": 1, "previous_response_id": 1,
             "prompt_cache_key": 1, "prompt_cache_options": 1, "prompt_cache_retention": 1,
-            "safety_identifier": 1, "service_tier": 1, "strict": 2,
-            "truncation": 1, "web_search_options": 1,
+            "safety_identifier": 1, "service_tier": 1, "session_id": 1, "strict": 2,
+            "truncation": 1, "use_beam_search": 1, "web_search_options": 1,
         },
         "Fields of requests to an administrator's routes, as vLLM's clients send them.": {
             "is_async": 1, "keep_pause": 1, "load_format": 1, "manifest": 1,

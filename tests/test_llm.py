@@ -766,3 +766,23 @@ def test_a_dropped_model_frees_weights_and_cache_at_once(folder):
         assert [array() for array in there] == [None, None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda llm: llm.generate(None), "prompts is None; give a text, token ids, or a list"),
+        (lambda llm: llm.generate({"prompt": "hi"}), "prompts is {'prompt': 'hi'}; give a text"),
+        (lambda llm: llm.generate(["a", {"prompt": "hi"}]), "prompt 1 is neither a text nor"),
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "sampling has {'max_tokens': 3}; give"),
+        (lambda llm: llm.generate(["a"], [{"n": 3}]), "sampling has {'n': 3}; give Sampling"),
+        (lambda llm: llm.generate("a\ud800"), "character 2 of the text is half of a surrogate"),
+        (lambda llm: llm.chat("hi"), "messages is 'hi'; give a list"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "; give a list"),
+        (lambda llm: llm.chat([["hi"]]), r"messages.0. is 'hi'; give {.role"),
+        (lambda llm: llm.chat([{"role": "user", "content": "\ud800"}]), "half of a surrogate"),
+    ],
+)
+def test_what_is_no_prompt_is_named(toy, untyped, ask, says):
+    with pytest.raises(ValueError, match=says):
+        ask(toy)

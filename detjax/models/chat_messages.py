@@ -10,9 +10,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
+"""What a function takes that has no `parameters`."""
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 _EVERYONE = ("role", "content", "name")
 _OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
@@ -22,8 +28,11 @@ _OF_OTHERS = {
 }
 """Fields that a template reads of other roles."""
 
-_HINTS = ("type", "text", "prompt_cache_breakpoint")
-"""Of a part of text; the last decides nothing."""
+_HINTS = ("prompt_cache_breakpoint", "cache_control")
+"""Of a part of text; they decide nothing."""
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and where each has it."""
 
 _TESTS_NULL = re.compile(r"""\bcontent['"]?\]?\s+is\s+(?:not\s+)?none""")
 _READS_OBJECTS = re.compile(
@@ -84,16 +93,85 @@ def messages_of(messages: Sequence[Mapping[str, Any]], template: str) -> list[di
     return [_message(f"messages[{i}]", one, habits) for i, one in enumerate(messages)]
 
 
+def tools_of(tools: Any) -> Any:
+    """The tools as a template reads them: a function without `parameters` has an empty object."""
+    if not isinstance(tools, list | tuple):
+        return tools
+    return [_with_parameters(tool) for tool in tools]
+
+
+def _with_parameters(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("parameters") is not None:
+        return tool
+    return {**tool, "function": {**function, "parameters": dict(NO_PARAMETERS)}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marked:
+    """A conversation in which all that a template must print ends with a mark of its own.
+
+    Attributes:
+        messages: As `messages_of` returns them, with marks.
+        tools: With marks; as they were if they have no names.
+        marks: Where each is: `messages[2].content`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    marks: dict[str, str]
+
+
+def marked(messages: Sequence[Mapping[str, Any]], tools: Any) -> Marked:
+    """Mark each message's content and calls, and each tool, so that one sees what is printed.
+
+    A text beside calls has no mark: many templates leave it out, as they do with reasoning.
+    """
+    marks: dict[str, str] = {}
+
+    def mark(text: Any, place: str) -> Any:
+        if not isinstance(text, str) or not text.strip():
+            return text
+        sign = f"~~7305{len(marks)}~~"  # no filter of a template changes these characters
+        marks[sign] = place
+        return text + sign
+
+    def mark_name(one: Any, place: str) -> Any:
+        function = one.get("function") if isinstance(one, Mapping) else None
+        if not isinstance(function, Mapping) or "name" not in function:
+            return one
+        return {**one, "function": {**function, "name": mark(function["name"], place)}}
+
+    told = []
+    for i, message in enumerate(messages):
+        where, calls = f"messages[{i}]", message.get("tool_calls")
+        if calls:
+            more = {"tool_calls": [mark_name(call, f"{where}.tool_calls") for call in calls]}
+        else:
+            more = {"content": mark(message["content"], f"{where}.content")}
+        told.append({**message, **more})
+    is_list = isinstance(tools, list | tuple)
+    named = [mark_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)] if is_list else tools
+    return Marked(messages=told, tools=named, marks=marks)
+
+
 def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f'{where} is {message!r:.80}; give {{"role": ..., "content": ...}}')
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES and role not in habits.literals:
         said = "missing" if role is None else f"{role!r:.80}"
         raise ValueError(f"{where}.role is {said}; give one of {', '.join(ROLES)}")
-    kept: dict[str, Any] = {
+    kept = {
         name: value
         for name, value in message.items()
-        if value is not None and value != [] or name == "content"
+        if name == "content"
+        or not _says_nothing(value, NO_FIELDS if name in habits.words else message)
     }
+    if role == "assistant":
+        _rename(kept, "reasoning", "reasoning_content", habits)  # vLLM's name
+        if not kept.get("content"):
+            _rename(kept, "refusal", "content", habits)  # the text of an answer that refuses
     known = {*_EVERYONE, *_OF_ROLE.get(role, ())} | (habits.words - _OF_OTHERS.get(role, set()))
     for name, value in kept.items():
         if name not in known:
@@ -113,6 +191,22 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     return kept
 
 
+def _says_nothing(value: Any, message: Mapping[str, Any] = NO_FIELDS) -> bool:
+    """Whether a field is empty, or has nothing but what its message says elsewhere.
+
+    LiteLLM sends back `provider_specific_fields`, with `refusal` and `reasoning_content` in it.
+    """
+    if value and isinstance(value, Mapping):
+        return all(one is None or one == message.get(name) for name, one in value.items())
+    return value is None or value == []
+
+
+def _rename(kept: dict[str, Any], name: str, ours: str, habits: Habits) -> None:
+    """Take a field under our name, unless the template reads its own or both are there."""
+    if name in kept and name not in habits.words and kept.get(ours) in (None, "", kept[name]):
+        kept[ours] = kept.pop(name)
+
+
 def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
@@ -128,16 +222,18 @@ def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | No
 
 def _text(where: str, part: Any) -> str:
     """The text of a part."""
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXTS:
         raise ValueError(
             f"{where} is of type {kind!r:.80}: this model takes parts of type 'text' alone"
         )
-    if unknown := [key for key in part if key not in _HINTS and part[key] is not None]:
+    name = _TEXTS[kind]
+    known = ("type", name, *_HINTS)
+    if unknown := [key for key in part if key not in known and not _says_nothing(part[key])]:
         raise ValueError(f"{where}.{unknown[0]} is not known; leave it out")
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{where}.text is {part.get('text')!r:.80}; give text")
-    return part["text"]
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"{where}.{name} is {part.get(name)!r:.80}; give text")
+    return part[name]
 
 
 def _tool_calls(where: str, calls: Any, habits: Habits) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import tokenizers
 import tokenizers.models
 import tokenizers.processors
 
-from detjax.models.chat_messages import habits_of, messages_of
+from detjax.models.chat_messages import habits_of, marked, messages_of, tools_of
 from detjax.models.chat_template import NO_VARIABLES, OWN, UNKNOWN, Rendered, render_template
 from detjax.models.tokenizer_files import (
     CONFIG_FILE,
@@ -154,6 +154,7 @@ class Tokenizer:
                 cannot end a turn or begin one.
         """
         if has_control:
+            _check_unicode(text)
             return self.backend.encode(text).ids
         return self._encode(text, (), add_special_tokens=True)
 
@@ -175,6 +176,7 @@ class Tokenizer:
 
         Special tokens written out in it become that token. For texts that a template has made.
         """
+        _check_unicode(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def apply_chat_template(
@@ -231,6 +233,7 @@ class Tokenizer:
         Raises:
             ValueError: If others come out of it.
         """
+        _check_unicode(text)
         wanted = [self.backend.token_to_id(text[begin:end]) for begin, end in spans]
         if tuple(found.span() for found in self.control.finditer(text)) == spans:
             encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -292,6 +295,10 @@ class Tokenizer:
             )
         given.setdefault("add_generation_prompt", not continues)
         words = habits_of(template).words
+        if given.get("reasoning_effort") == "none" and "reasoning_effort" not in words:
+            del given["reasoning_effort"]  # a template that cannot think needs no more
+            if "enable_thinking" in words:
+                given.setdefault("enable_thinking", False)
         for name, value in given.items():
             # A template without thinking needs no variable to turn it off.
             is_needed = value is continues if name == "add_generation_prompt" else value
@@ -299,6 +306,8 @@ class Tokenizer:
                 raise ValueError(
                     f"{name}: the chat template of {self.source} has no such variable; leave it out"
                 )
+        if "tools" in given:
+            given["tools"] = tools_of(given["tools"])
         told = messages_of(messages, template)
         return _Chat(template=template, messages=told, variables=given, continues=continues)
 
@@ -326,8 +335,30 @@ class Tokenizer:
                 f"messages[{len(messages) - 1}].content is changed by the chat template of "
                 f"{self.source}, so an answer cannot go on in it; leave out continue_final_message"
             )
+        self._check_printed(chat)
         end = rendered.text.rindex(_CUT) if chat.continues else None
         return Rendered(text=rendered.text[:end], origin=rendered.origin[:end])
+
+    def _check_printed(self, chat: "_Chat") -> None:
+        """Refuse what the template drops: a message, its calls, or a tool.
+
+        WHY: whether a template prints something depends on all of the conversation, so it renders
+        once more with marks. That takes a tenth of what the tokens of the text take.
+        """
+        with_marks = marked(chat.messages, chat.variables.get("tools"))
+        told = {**chat.variables, "messages": with_marks.messages}
+        if "tools" in told:
+            told["tools"] = with_marks.tools
+        try:
+            text = render_template(chat.template, told, self.template_tokens).text
+        except ValueError:
+            return  # it reads the marks for something else
+        for sign, place in with_marks.marks.items():
+            if sign not in text:
+                raise ValueError(
+                    f"{place}: the chat template of {self.source} does not print it, so the model "
+                    "would not see it; leave it out, or use a model or a template that knows it"
+                )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; none if it is special or unknown."""
@@ -338,18 +369,31 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else self.rules.token_bytes(token)
 
-    def decode(self, ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> str:
+    def decode(
+        self,
+        ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> str:
         """Return the text of `ids`, or what they add to the text of `prompt_ids`.
 
-        Special tokens are not shown. Bytes that are not UTF-8 become U+FFFD, one for each longest
-        part of a character. Two differences to transformers: bytes that did form a character
-        stay it when a broken one follows, where byte fallback there gives up the whole run; and
-        `clean_up_tokenization_spaces`, which takes away spaces that the model wrote, is not done.
+        Special tokens are written out only if they are not skipped. Bytes that are not UTF-8 become
+        U+FFFD, one for each longest part of a character. Two differences to transformers: bytes
+        that did form a character stay it when a broken one follows, where byte fallback there gives
+        up the whole run; and `clean_up_tokenization_spaces`, which takes away spaces that the model
+        wrote, is not done.
         """
-        text = b"".join(map(self.token_bytes, ids))
+        text = b"".join(map(self.token_bytes if skip_special_tokens else self._shown_bytes, ids))
         if self.drops_first_space(prompt_ids):
             text = text.removeprefix(b" ")
         return text.decode("utf-8", "replace")
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; of a special one its name."""
+        if token_id not in self.special_ids:
+            return self.token_bytes(token_id)
+        return (self.backend.id_to_token(token_id) or "").encode()
 
     def drops_first_space(self, prompt_ids: Sequence[int]) -> bool:
         """Say whether a text that follows `prompt_ids` is shown without its first space.
@@ -382,6 +426,16 @@ _CUT = "\u2e28end\u2e29"
 
 _NOT_TOLD = re.compile(f"[{OWN}{UNKNOWN}]+")
 """A run of characters that are not of the messages."""
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the text is half of a surrogate pair, which no token "
+            "can hold; take it out"
+        ) from error
 
 
 def _is_found(text: str, value: Any) -> bool:

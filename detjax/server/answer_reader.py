@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from detjax.engine.outputs.text import overlap
+from detjax.models.chat_messages import NO_PARAMETERS
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -123,6 +124,13 @@ class AnswerSyntax:
         )
 
 
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments; there are none where it has no `parameters`."""
+    if function.get("parameters") is None:
+        return {**NO_PARAMETERS, "additionalProperties": False}
+    return {"type": "object"} | function["parameters"]
+
+
 def call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON schema of a call of one of some functions."""
     is_one = len(tools) == 1
@@ -132,7 +140,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "properties": {
                 "name": {"type": "string", "enum": [tool["function"]["name"]]},
                 "arguments": _moved(
-                    {"type": "object"} | (tool["function"].get("parameters") or {}),
+                    _parameters(tool["function"]),
                     "#/properties/arguments" if is_one else f"#/anyOf/{i}/properties/arguments",
                 ),
             },

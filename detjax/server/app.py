@@ -309,7 +309,7 @@ def _refusal(error: RefusedError) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     """No such route, or not with this verb."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path']}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}; GET /docs has the routes"
     return reply(
         error_body(message, status=error.status_code, code="", field=""), error.status_code
     )

@@ -9,7 +9,7 @@ import msgspec
 from detjax.engine.sampling.structured_output import StructuredOutput
 from detjax.server.answer_reader import call_schema
 from detjax.server.errors import RefusedError
-from detjax.server.protocol import CommonFields, Name, SamplingFields, TokenIds
+from detjax.server.protocol import Name, SamplingFields, TokenIds
 
 Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=16_384)]
 Tools = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1024)]
@@ -76,13 +76,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             `continue_final_message` is.
         continue_final_message: The answer goes on in the last message.
         response_format: The form of the answer, in place of `structured_outputs`.
-        reasoning_effort: Given to a template that has this variable, as that of gpt-oss.
+        reasoning_effort: Given to a template that has this variable, as that of gpt-oss. "none" is
+            taken by all: it turns off `enable_thinking` where a template has that.
         add_special_tokens, audio, modalities, prediction, functions, function_call, verbosity,
-        web_search_options: Taken only as `NEUTRAL` has them.
+        web_search_options, echo, include_reasoning: Taken only as `NEUTRAL` has them.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **CommonFields.NEUTRAL,
+        **SamplingFields.NEUTRAL,
         "add_special_tokens": (False,),
         "audio": (),
         "modalities": (["text"],),
@@ -91,6 +92,8 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         "function_call": ("auto", "none"),
         "verbosity": ("medium",),
         "web_search_options": (),
+        "echo": (False,),
+        "include_reasoning": (True,),
     }
 
     messages: Messages
@@ -114,12 +117,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     function_call: str | dict[str, Any] | None = None
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
+    echo: bool | None = None
+    include_reasoning: bool | None = None
 
     def check(self) -> None:
         """Refuse what would have to be ignored."""
         super().check()
         check_tools(self.tools)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
         if self.forced_tools() and (self.response_format or self.structured_outputs):
             raise RefusedError(
@@ -127,9 +132,11 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
                 "response_format and structured_outputs",
                 field="tool_choice",
             )
-        if None not in (self.max_tokens, self.max_completion_tokens):
+        if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
             raise RefusedError(
-                "max_tokens and max_completion_tokens say the same; give one", field="max_tokens"
+                f"max_tokens={self.max_tokens} and max_completion_tokens="
+                f"{self.max_completion_tokens} say the same; give one, or one number",
+                field="max_tokens",
             )
 
     def forced_tools(self) -> list[dict[str, Any]]:
@@ -231,6 +238,12 @@ def check_tools(tools: Sequence[dict[str, Any]] | None) -> None:
             raise RefusedError(
                 f"tools[{i}].function must be an object with a name", field=f"tools[{i}].function"
             )
+        if not isinstance(function.get("parameters"), dict | None):
+            raise RefusedError(
+                f"tools[{i}].function.parameters={function['parameters']!r:.80} must be a JSON "
+                "schema, as an object",
+                field=f"tools[{i}].function.parameters",
+            )
         if len(function["name"]) > MAX_NAME:
             raise RefusedError(
                 f"tools[{i}].function.name has {len(function['name'])} characters, more than "
@@ -248,8 +261,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         messages: A conversation, for the template.
         add_special_tokens: Put the special tokens that the model expects around the text. Without
             them the text is taken as it is written: special tokens written out in it are these
-            tokens, which in a prompt they never are.
-        return_token_strs: Also the text of each token.
+            tokens, which in a prompt they never are. True if not given; of a conversation, whose
+            template has its own, taken only as false.
+        return_token_strs: Also what the vocabulary calls each token.
         tools, chat_template_kwargs, add_generation_prompt, continue_final_message: Of a
             conversation, as chat completions have them.
     """
@@ -257,7 +271,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -273,9 +287,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 raise RefusedError(
                     f"{name}={value!r:.200} is of messages, and this is a prompt", field=name
                 )
-        elif not self.add_special_tokens:
+        elif self.add_special_tokens:
             raise RefusedError(
-                "add_special_tokens=false is of a prompt; a template has its own tokens",
+                "add_special_tokens=true is of a prompt; a template has its own tokens",
                 field="add_special_tokens",
             )
         check_tools(self.tools)
@@ -286,7 +300,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize; `model` may be left out."""
+    """The body of POST /detokenize; `model` may be left out. Special tokens are shown."""
 
     model: Name | None = None
     tokens: Annotated[TokenIds, msgspec.Meta(max_length=2**20)]

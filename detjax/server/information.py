@@ -183,7 +183,7 @@ class Information:
         return await self._admitted(request, functools.partial(self._tokens_of, asked))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of some ids."""
+        """The text of some ids, with the special tokens among them."""
         asked = await self._reader.parsed(request, DetokenizeRequest)
         return await self._admitted(request, functools.partial(self._text_of, asked))
 
@@ -202,7 +202,7 @@ class Information:
         if asked.messages is not None:
             ids = await self._reader.template(asked.messages, asked.variables())
         else:
-            is_raw = not asked.add_special_tokens
+            is_raw = asked.add_special_tokens is False
             (ids,) = await self._reader.encode([asked.prompt or ""], is_raw=is_raw)
         found: Json = {
             "count": len(ids),
@@ -216,7 +216,7 @@ class Information:
     async def _text_of(self, asked: DetokenizeRequest) -> Json:
         self._reader.check_model(asked.model)
         try:
-            (text,) = await self._service.texts.decode([asked.tokens])
+            (text,) = await self._service.texts.decode([asked.tokens], shows_special=True)
         except RefusedError as error:
             error.field = "tokens"
             raise

@@ -32,10 +32,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         include_usage: One more chunk at the end, which counts tokens.
+        continuous_usage_stats: Each chunk counts the tokens of the request so far.
         include_obfuscation: Taken only as false.
     """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
     def check(self) -> None:
@@ -92,8 +94,8 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         NEUTRAL: Fields that detjax cannot honour, each with the values that ask for nothing. Null
             always does.
         model: The served name.
-        user, metadata, safety_identifier, prompt_cache_key: For the caller's own records; they
-            decide nothing.
+        user, metadata, safety_identifier, prompt_cache_key, session_id: For the caller's own
+            records; they decide nothing.
         parallel_tool_calls: Whether several calls of tools are told; if not, the first alone is.
         store, service_tier, prompt_cache_retention, prompt_cache_options, moderation: Taken only as
             `NEUTRAL` has them.
@@ -112,6 +114,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    session_id: str = ""
     store: bool | None = None
     parallel_tool_calls: bool | None = None
     service_tier: str | None = None
@@ -137,8 +140,8 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         temperature, top_p, top_k, min_p, n, seed: As `SamplingParams` has them. Defaults are
-            those of the model's generation_config.json, else OpenAI's;
-            where none is given a seed is drawn, and is in the answer's `sampling`.
+            those of the model's generation_config.json, else OpenAI's; where no seed is given, or
+            -1 as vLLM has it, one is drawn, and is in the answer's `sampling`.
         stop: Up to 16 texts that end the answer.
         stop_token_ids: Tokens that do.
         include_stop_str_in_output, ignore_eos, min_tokens, allowed_token_ids, bad_words,
@@ -161,7 +164,14 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
         receipt: Put a receipt into each choice: one line, as `detjax.audit` reads it.
         prompt_logprobs: Report the logprob and rank of each token of the prompt, with so many of
             the most likely ones, up to 64.
+        use_beam_search, length_penalty: Of vLLM, taken only as `NEUTRAL` has them.
     """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CommonFields.NEUTRAL,
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+    }
 
     temperature: float | None = None
     top_p: float | None = None
@@ -196,6 +206,8 @@ class SamplingFields(CommonFields, forbid_unknown_fields=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -378,7 +390,7 @@ def sampling_params(
         sampling = SamplingParams(
             **chosen,
             max_tokens=max_tokens,
-            seed=fields.seed,
+            seed=None if fields.seed == -1 else fields.seed,
             n=fields.n,
             stop=fields.stops(),
             stop_token_ids=tuple(fields.stop_token_ids),

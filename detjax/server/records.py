@@ -80,24 +80,24 @@ def _invalid(error: msgspec.ValidationError) -> RefusedError:
 
 
 def _less_nulls(value: Any, kind: type[msgspec.Struct]) -> Any:
-    """A record as it was sent, without optional fields that are null, those of records in it too.
+    """A record as it was sent, without fields that are null, those of records in it too.
 
     Required fields, and what is in free objects, keep their nulls.
     """
     if not isinstance(value, dict):
         return value
-    optional, records = _nullable(kind)
-    kept = {name: one for name, one in value.items() if one is not None or name not in optional}
+    required, records = _kinds_of_fields(kind)
+    kept = {name: one for name, one in value.items() if one is not None or name in required}
     for name in records.keys() & kept.keys():
         kept[name] = _less_nulls(kept[name], records[name])
     return kept
 
 
 @functools.cache
-def _nullable(
+def _kinds_of_fields(
     kind: type[msgspec.Struct],
 ) -> tuple[frozenset[str], Mapping[str, type[msgspec.Struct]]]:
-    """The optional fields of a record, and those fields that are records."""
+    """The required fields of a record, and those fields that are records."""
     fields = msgspec.structs.fields(kind)
     records = {
         its.encode_name: one
@@ -105,7 +105,7 @@ def _nullable(
         for one in (its.type, *typing.get_args(its.type))
         if isinstance(one, type) and issubclass(one, msgspec.Struct)
     }
-    return frozenset(its.encode_name for its in fields if not its.required), records
+    return frozenset(its.encode_name for its in fields if its.required), records
 
 
 _MISSING = ("unknown field `", "missing required field `")

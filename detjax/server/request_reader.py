@@ -59,6 +59,12 @@ class PreparedRequest:
         return options is not None and options.include_usage
 
     @property
+    def counts_in_each(self) -> bool:
+        """Whether each event of a stream counts the tokens so far."""
+        options = self.fields.stream_options
+        return options is not None and options.continuous_usage_stats
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Of all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.engine_prompts)
@@ -367,7 +373,7 @@ def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
     """What an error of `Tokenizer.apply_chat_template` is about, as it says at its beginning."""
     found = re.match(r"[\w.[\]]+", message)
     place = found[0] if found else ""
-    if place.startswith("messages[") or place in _OF_CHAT:
+    if place.startswith(("messages[", "tools[")) or place in _OF_CHAT:
         return place
     return f"chat_template_kwargs.{place}" if place in variables else "messages"
 

@@ -44,6 +44,19 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     verbosity: str | None = None
 
 
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How much is thought.
+
+    Attributes:
+        effort: As `ChatRequest.reasoning_effort` has it.
+        summary, generate_summary: Taken only as null: reasoning is told as it is.
+    """
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses. A field that is not here is refused, as everywhere.
 
@@ -53,6 +66,7 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
         tools: Functions that may be called.
         tool_choice: As chat completions have it; a function is {"type": "function", "name": ...}.
         instructions: A system message before them.
+        reasoning: How much the model thinks.
         max_output_tokens: As many as the context has room for if not given.
         text: The form of the answer.
         temperature, top_p, seed, stream, is_deterministic, priority, cache_salt,
@@ -73,7 +87,6 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),
-        "reasoning": ({},),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -101,7 +114,7 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     max_tool_calls: int | None = None
     previous_response_id: str | None = None
     prompt: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: Tools | None = None
     top_logprobs: int | None = None
@@ -115,12 +128,20 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
                 f"text.verbosity={self.text.verbosity!r} is not supported: leave it out",
                 field="text.verbosity",
             )
-        if self.stream_options is not None and self.stream_options.include_usage:
-            raise RefusedError(
-                "stream_options.include_usage=true is of completions: a response always ends "
-                "with its usage; leave it out",
-                field="stream_options.include_usage",
-            )
+        for name in ("summary", "generate_summary"):
+            if self.reasoning is not None and (value := getattr(self.reasoning, name)) is not None:
+                raise RefusedError(
+                    f"reasoning.{name}={value!r:.80} is not supported, as reasoning is told as it "
+                    "is; leave it out",
+                    field=f"reasoning.{name}",
+                )
+        for name in ("include_usage", "continuous_usage_stats"):
+            if self.stream_options is not None and getattr(self.stream_options, name):
+                raise RefusedError(
+                    f"stream_options.{name}=true is of completions: a response always ends with "
+                    "its usage; leave it out",
+                    field=f"stream_options.{name}",
+                )
 
     def messages(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The conversation, and where each message was in the request."""
@@ -166,6 +187,7 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
             is_deterministic=self.is_deterministic,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             structured_outputs=self.structured_outputs,
         )
 
@@ -174,6 +196,7 @@ _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """What a response calls the fields of the chat completion that answers it."""
 

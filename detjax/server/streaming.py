@@ -205,7 +205,8 @@ async def _events(
         async with contextlib.aclosing(deltas):
             yield writer.of(first)
             async for _, found in deltas:
-                yield writer.of(found)
+                if events := writer.of(found):
+                    yield events
         yield writer.end()
     except RefusedError as error:
         status = error.status
@@ -233,7 +234,8 @@ class _Chunks(AbstractEventWriter):
         self._offsets: dict[int, int] = {}
         self._usage = Usage(prepared.num_prompt_tokens)
         shape = prepared.shape
-        self._has_text_only = not (shape.num_top is not None or shape.has_token_ids or shape.syntax)
+        self._has_tokens = shape.num_top is not None or shape.has_token_ids
+        self._has_text_only = not (self._has_tokens or shape.syntax)
         self._readers: dict[int, AnswerReader] = collections.defaultdict(self._reader)
         self._num_calls: collections.Counter[int] = collections.Counter()
 
@@ -244,24 +246,24 @@ class _Chunks(AbstractEventWriter):
             raise_failed(delta)
             self._usage.add(delta)
             index = delta.prompt_idx * n + delta.sequence_idx
-            is_first = index not in self._offsets
-            if self._has_text_only and not is_first and delta.completion is None:
-                events.append(self._text_event(index, delta))
+            is_first, is_whole = index not in self._offsets, delta.completion is not None
+            if self._has_text_only and not (is_first or is_whole):
+                events += [self._text_event(index, delta)] if delta.text else []
                 continue
             if is_first:
                 events += self._begin(index, delta)
             offset, said, num_calls = self._offsets[index], None, self._num_calls[index]
             if shape.syntax is not None:
                 said = self._readers[index].push(delta.text)
-                if delta.completion is not None:
+                if is_whole:
                     said = said.then(self._readers[index].finish())
                 self._num_calls[index] += len(said.calls)
-            choice, head = (
-                shape.chunk(
-                    index, delta, offset, is_first=is_first, said=said, num_calls=num_calls
-                ),
-                self._head,
+            if said is not None and not (any(said) or is_first or is_whole or self._has_tokens):
+                continue  # nothing is to be told yet, as within a tag
+            choice = shape.chunk(
+                index, delta, offset, is_first=is_first, said=said, num_calls=num_calls
             )
+            head = self._begun()
             if of_prompt := shape.of_prompt(delta, is_first=is_first):
                 if shape.is_chat:
                     head += b"," + msgspec.json.encode(of_prompt)[1:-1]
@@ -270,6 +272,12 @@ class _Chunks(AbstractEventWriter):
             events.append(self._event(choice, head))
             self._offsets[index] = offset + sum(len(own) for _, own in delta.tokens)
         return b"".join(events)
+
+    def _begun(self) -> bytes:
+        """What the next event begins with."""
+        if not self._prepared.counts_in_each:
+            return self._head
+        return self._head + b',"usage":' + msgspec.json.encode(self._usage.as_dict())
 
     def _reader(self) -> AnswerReader:
         assert self._prepared.shape.syntax is not None
@@ -282,7 +290,7 @@ class _Chunks(AbstractEventWriter):
         told = b'"delta":{"content":%b}' % text if is_chat else b'"text":%b' % text
         return (
             b'%b,"choices":[{"index":%d,"finish_reason":null,%b,"logprobs":null}]}\n\n'
-            % (self._head, index, told)
+            % (self._begun(), index, told)
         )  # fmt: skip
 
     def _begin(self, index: int, first: OutputDelta) -> list[bytes]:
@@ -294,7 +302,7 @@ class _Chunks(AbstractEventWriter):
             return []
         logprobs = shape.logprobs([], 0, echo) if echo.tokens else None
         choice = {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}
-        return [self._event(choice, self._head)]
+        return [self._event(choice, self._begun())]
 
     def end(self) -> bytes:
         """The end, with the count of tokens if it is wanted."""

@@ -81,15 +81,17 @@ class Template:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decode:
-    """Token ids to text."""
+    """Token ids to text; with `shows_special` special tokens are written out in it."""
 
     prompts: Sequence[Sequence[int]]
+    shows_special: bool = False
 
     def run(self, tools: TextTools) -> list[str]:
         """The text of each."""
         for ids in self.prompts:
             check_vocabulary(ids, "the text", tools.vocab_size)
-        return [tools.tokenizer.decode(ids) for ids in self.prompts]
+        skips = not self.shows_special
+        return [tools.tokenizer.decode(ids, skip_special_tokens=skips) for ids in self.prompts]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

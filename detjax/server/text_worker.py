@@ -314,13 +314,16 @@ class TextPool:
         found = await self._done(Encode(texts=texts, is_raw=is_raw), sum(map(len, texts)))
         return [tuple(ids) for ids in found]
 
-    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """The text of some token ids.
+    async def decode(
+        self, prompts: Sequence[Sequence[int]], *, shows_special: bool = False
+    ) -> list[str]:
+        """The text of some token ids; `shows_special`: with the special tokens among them.
 
         Raises:
             RefusedError: As `Worker.run` does.
         """
-        return await self._done(Decode(prompts=prompts), sum(map(len, prompts)))
+        work = Decode(prompts=prompts, shows_special=shows_special)
+        return await self._done(work, sum(map(len, prompts)))
 
     async def names(self, token_ids: Sequence[int]) -> list[str | None]:
         """What the vocabulary calls some tokens.

@@ -291,3 +291,19 @@ def test_local_chat_completions_get_the_same_answers_at_any_concurrency(server):
     many = over_http(server, "local-chat-completions", names, concurrency=64)
     assert many[:2] == alone[:2]
     assert len({str(r) for task in names for _, r, _ in alone[0][f"detjax_{task}"]}) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_local_completions_with_the_models_folder_score_as_the_command_does(server):
+    """The command of docs/evaluation.md. The server's own tokenizer has no token to begin with."""
+    pytest.importorskip("transformers")
+    names = ("sums", "sums_choice")
+    own = {
+        "tokenizer": str(detjax.bundled_model_path()), "tokenizer_backend": "huggingface",
+        "add_bos_token": True,
+    }  # fmt: skip
+    here = {f"detjax_{name}": expected()[0][f"detjax_{name}"] for name in names}
+    assert over_http(server, "local-completions", names, concurrency=8, **own)[0] == here
+    other = over_http(server, "local-completions", names, concurrency=8)[0]
+    assert other != here, "the control"

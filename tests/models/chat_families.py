@@ -50,7 +50,7 @@ CALLS_XML = (
 CHATML = turns("<|im_start|>R\n", "<|im_end|>\n", "<|im_start|>assistant\n")
 QWEN25 = (
     TOOLS_XML + "{%- for message in messages %}"
-    "{%- if message.role == 'user' or message.role == 'system' and not loop.first "
+    "{%- if message.role == 'user' or message.role == 'system' "
     "or message.role == 'assistant' and not message.tool_calls %}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
     "{%- elif message.role == 'assistant' %}{{- '<|im_start|>' + message.role }}"

@@ -17,7 +17,7 @@ from detjax.models.tokenizer import Tokenizer
 from .test_tokenizer import CONFIG, byte_level, write_folder
 
 QWEN = """\
-{%- if tools %}[tools {{ tools | length }}]{% endif %}
+{%- if tools %}[tools {{ tools | map(attribute='function.name') | join }}]{% endif %}
 {%- for message in messages %}
     {%- if message.content is string %}{% set content = message.content %}
     {%- else %}{% set content = '' %}{% endif %}
@@ -180,8 +180,13 @@ def test_a_role_and_a_field_of_the_template_are_taken():
         ({"role": "user", "content": "x", "name": 5}, "[1].name", "5"),
         ({"role": "tool", "content": "x", "tool_call_id": 5}, "[1].tool_call_id", "5"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "[1].refusal", "leave it out"),
-        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-         "[1].content[0]", "'refusal'"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "no"}]},
+         "[1].content[0].text", "not known"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "[1].content[0].refusal", "None"),
+        ({"role": "assistant", "content": "x", "provider_specific_fields": {"a": 1}},
+         "[1].provider_specific_fields", "leave it out"),
+        ({"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"},
+         "[1].reasoning", "leave it out"),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}},
          "[1].function_call", "leave it out"),
         ({"role": "assistant", "tool_calls": {}}, "[1].tool_calls", "list"),
@@ -212,11 +217,50 @@ def openai_parts() -> dict[str, typing.Any]:
     return {kind: {"type": kind, kind: {}} for hint in kinds for kind in typing.get_args(hint)}
 
 
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
+        ({"content": None, "refusal": "no"}, {"content": "no"}),
+        ({"content": "x", "refusal": "x"}, None),
+        ({"content": [{"type": "output_text", "text": "x"}]}, {"content": "x"}),
+        ({"content": parts("x"), "reasoning": "r"}, {"content": "x", "reasoning_content": "r"}),
+        ({"content": "x", "reasoning_content": "r", "refusal": None,
+          "provider_specific_fields": {"refusal": None, "reasoning_content": "r"}},
+         {"content": "x", "reasoning_content": "r"}),
+        ({"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+         {"content": "x"}),
+    ],
+)  # fmt: skip
+def test_what_clients_send_back_is_what_it_says(message, same):
+    """vLLM says `reasoning`, LiteLLM says things twice, OpenAI has refusals."""
+    if same is None:
+        with pytest.raises(ValueError, match="refusal"):
+            messages_of([{"role": "assistant"} | message], QWEN)
+    else:
+        (found,) = messages_of([{"role": "assistant"} | message], QWEN)
+        assert found == {"role": "assistant"} | same
+
+
+def test_reasoning_can_be_turned_off_whatever_the_template_calls_it(tmp_path):
+    off, said = {"reasoning_effort": "none"}, "{{ messages[0].content }}"
+    texts = {
+        said: "hi",
+        said + "{{ enable_thinking }}": "hiFalse",
+        said + "{{ enable_thinking }}{{ reasoning_effort }}": "hinone",
+    }
+    for template, text in texts.items():
+        assert with_template(tmp_path, template).render_chat([USER], variables=off) == text
+    ours = with_template(tmp_path, said + "{{ enable_thinking }}")
+    with pytest.raises(ValueError, match="^reasoning_effort: .* no such variable"):
+        ours.render_chat([USER], variables={"reasoning_effort": "low"})
+
+
 def test_every_part_of_openai_but_text_is_refused_by_its_type():
     found = openai_parts()
     assert {"text", "image_url", "input_audio", "refusal"} <= found.keys()
     for kind, part in (found | {"file": {"type": "file", "file": {}}}).items():
-        if kind == "text":
+        if kind in ("text", "refusal"):
             continue
         with pytest.raises(ValueError, match=rf"^messages\[0\].content\[1\] is of type '{kind}'"):
             messages_of([{"role": "user", "content": [*parts("x"), part]}], QWEN)
@@ -250,14 +294,14 @@ PAIR = SimpleNamespace(tools=[{"type": "function", "function": {"name": "f"}}])
 
 def test_with_tools_the_template_of_that_name_is_taken(tmp_path):
     named = [
-        {"name": "tool_use", "template": "t{{ tools | length }}{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "t{{ tools[0].function.name }}{{ messages[0].content }}"},
         {"name": "default", "template": "d{{ messages[0].content }}"},
     ]
     ours = with_template(tmp_path, named)
     assert ours.render_chat([USER]) == "dhi"
-    assert ours.render_chat([USER], variables={"tools": PAIR.tools}) == "t1hi"
+    assert ours.render_chat([USER], variables={"tools": PAIR.tools}) == "tfhi"
     told = [{"role": "user", "content": parts("h", "i")}]
-    assert ours.decode(ours.apply_chat_template(told, variables={"tools": PAIR.tools})) == "t1hi"
+    assert ours.decode(ours.apply_chat_template(told, variables={"tools": PAIR.tools})) == "tfhi"
 
 
 @pytest.mark.parametrize("content", ["Sure", "Sure, ", "a<assistant>b", "a</s>b ", "⸨0⸩", " "])
@@ -269,8 +313,8 @@ def test_an_answer_goes_on_in_the_last_message(tmp_path, content):
     ids = ours.apply_chat_template(chat, variables=variables)
     assert not set(ids) & ours.special_ids
     assert ours.decode(ids) == f"<user>hi\n<assistant>{content}"
-    trims = with_template(tmp_path, "{{ messages[-1].content | trim }}!")
-    assert trims.render_chat(chat, variables=variables) == content.lstrip()
+    trims = with_template(tmp_path, "{% for m in messages %}{{ m.content | trim }}!{% endfor %}")
+    assert trims.render_chat(chat, variables=variables) == "hi!" + content.lstrip()
 
 
 @pytest.mark.parametrize(
@@ -318,10 +362,12 @@ def test_a_file_takes_the_place_of_all_templates(tmp_path):
     named = [{"name": name, "template": name} for name in ("tool_use", "default")]
     ours = with_template(tmp_path, named)
     path = tmp_path / "mine.jinja"
-    path.write_text("{{ tools | length if tools else 0 }}", encoding="utf-8")
+    path.write_text(
+        "{{ tools[0].function.name if tools }}:{{ messages[0].content }}", encoding="utf-8"
+    )
     other = ours.with_template(path)
-    assert other.render_chat([USER]) == "0"
-    assert other.render_chat([USER], variables={"tools": PAIR.tools}) == "1"
+    assert other.render_chat([USER]) == ":hi"
+    assert other.render_chat([USER], variables={"tools": PAIR.tools}) == "f:hi"
     for text, says in (("{% if %}", "syntax error"), (None, "cannot be read")):
         path.write_text(text) if text else path.unlink()
         with pytest.raises(ValueError, match=says) as refused:
@@ -336,3 +382,54 @@ def test_arguments_with_control_tokens_stay_text(tmp_path):
     ids = ours.apply_chat_template([USER, call, RESULT])
     assert not set(ids) & ours.special_ids
     assert '[f {"a": "</s>"}]' in ours.decode(ids)
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST = "{{ messages[0].content }}"
+NO_TOOL = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+NO_TOOLS = "{# tools #}{% for m in messages %}{{ m.content }}{% endfor %}"
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% endfor %}"
+WITH_TEXT = CALL | {"content": "See:"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "place"),
+    [
+        (FIRST, [USER, SYSTEM], "messages[1].content"),
+        (FIRST, [{**USER, "content": "Be brief. hi"}, SYSTEM], "messages[1].content"),
+        (NO_TOOL, [USER, RESULT], "messages[1].content"),
+        (CHATML, [USER, CALL, RESULT], "messages[1].tool_calls"),
+        (CHATML, [USER, WITH_TEXT, RESULT], "messages[1].tool_calls"),
+        (NO_TOOLS, [USER], "tools[0]"),
+    ],
+)
+def test_what_a_template_drops_is_refused_with_its_place(tmp_path, template, messages, place):
+    ours = with_template(tmp_path, template)
+    variables = {"tools": PAIR.tools} if template is NO_TOOLS else {}
+    for ask in (ours.render_chat, ours.apply_chat_template):
+        with pytest.raises(ValueError, match="does not print it") as refused:
+            ask(messages, variables=variables)
+        assert str(refused.value).startswith(f"{place}: ")
+    assert ours.render_chat([USER]).endswith("hi"), "what it prints is taken"
+
+
+def test_a_template_may_leave_out_text_beside_calls_and_reasoning(tmp_path):
+    ours = with_template(tmp_path, LLAMA)
+    text = ours.render_chat([USER, WITH_TEXT | {"reasoning_content": "Hm"}, RESULT])
+    assert "call add" in text and "See:" not in text
+
+
+UPPER = "{% for m in messages %}{{ m.content | upper | tojson(ensure_ascii=true) }}{% endfor %}"
+
+
+def test_a_template_may_change_what_it_prints(tmp_path):
+    assert with_template(tmp_path, UPPER).render_chat([USER, SYSTEM]) == '"HI""BE BRIEF."'
+
+
+def test_a_function_without_parameters_has_an_empty_object(tmp_path):
+    ours = with_template(tmp_path, "{{ tools | tojson }}{{ messages[0].content }}")
+    empty = {"type": "object", "properties": {}}
+    for more in ({}, {"parameters": None}):
+        tools = [{"type": "function", "function": {"name": "f"} | more}]
+        text = ours.render_chat([USER], variables={"tools": tools}).removesuffix("hi")
+        assert json.loads(text)[0]["function"] == {"name": "f", "parameters": empty}

@@ -75,6 +75,10 @@ def ids_of(ours: Tokenizer, chat: Chat, *, has_control: bool) -> list[int]:
     )
 
 
+def reads_calls(ours: Tokenizer) -> bool:
+    return "tool_calls" in (ours.chat_template or "")
+
+
 def special(ours: Tokenizer, ids: list[int]) -> list[str | None]:
     return [ours.backend.id_to_token(i) for i in ids if i in ours.special_ids]
 
@@ -86,7 +90,7 @@ def shown(ours: Tokenizer, ids: list[int]) -> str:
 @pytest.mark.parametrize("family", quick_and_slow(list(FAMILIES)[:8], FAMILIES))
 def test_a_users_text_is_no_control_token_of_any_family(tokenizer_of, family):
     ours, (_, tokens) = tokenizer_of(family), FAMILIES[family]
-    has_call = True
+    has_call = reads_calls(ours)
     harmless = chat_of(lambda: "w", has_call=has_call)
     plain = ids_of(ours, harmless, has_control=False)
     assert plain == ids_of(ours, harmless, has_control=True)
@@ -133,6 +137,7 @@ def test_no_pieces_of_text_join_to_a_control_token(tokenizer_of, family, data, h
         said.append(data.draw(piece))
         return said[-1]
 
+    has_call = has_call and reads_calls(ours)
     attack = chat_of(say, has_call=has_call)
     again = iter(said)
     neutral = chat_of(lambda: without_signs(next(again)), has_call=has_call)
@@ -160,7 +165,8 @@ def test_no_pieces_of_text_join_to_a_control_token(tokenizer_of, family, data, h
 def test_a_control_token_that_a_template_made_unreadable_is_refused(tmp_path, expression):
     backend = byte_level()
     backend.add_special_tokens(["</4>"])
-    config = {"eos_token": "</s>", "chat_template": "<s>{{ " + expression + " }}"}
+    template = "<s>{{ " + expression + " }}{{ messages[0].content }}"
+    config = {"eos_token": "</s>", "chat_template": template}
     ours = Tokenizer.from_folder(write_folder(tmp_path, backend, config))
     with pytest.raises(ValueError, match="does not show whose it is; take it out of the messages"):
         ours.apply_chat_template([{"role": "user", "content": "</s>"}])
@@ -191,7 +197,8 @@ def test_a_control_token_counts_if_the_template_wrote_all_of_it(
 ):
     backend = byte_level()
     backend.add_special_tokens(["<user>"])
-    template = "{% for message in messages %}{{ " + expression + " }}{% endfor %}"
+    said = "{{ " + expression + " }} {{ message.content }}"
+    template = "{% for message in messages %}" + said + "{% endfor %}"
     config = {"bos_token": "<s>", "chat_template": template}
     ours = Tokenizer.from_folder(write_folder(tmp_path, backend, config))
     ids = ours.apply_chat_template([{"role": "user", "content": content}])

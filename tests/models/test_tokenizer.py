@@ -178,7 +178,7 @@ def test_what_a_user_says_in_a_chat_is_no_control_token(tmp_path, text):
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{{ messages[0].content[:2] }}</s>", "</"),
+        ("{{ messages[0].content[:2] ~ ' ' ~ messages[0].content[2:] }}</s>", "</ s>"),
         ("{{ messages | tojson(ensure_ascii=True) }}</s>", '[{"role": "user", "content": "</s>"}]'),
     ],
 )
@@ -244,28 +244,32 @@ def with_template(tmp_path: Path, template: object) -> Tokenizer:
 
 def test_a_chat_is_rendered_as_transformers_does(tmp_path):
     ours = with_template(tmp_path, TEMPLATE)
-    text = ours.render_chat([{"role": "tool", "content": "x"}, USER])
+    text = ours.render_chat([{"role": "tool", "content": " "}, USER])
     assert text == '<s><user>"ö & <b>"<assistant>'
     assert ours.apply_chat_template([USER]) == byte_level().encode(text).ids
 
 
+SAID, HI = "{{ messages[0].content }}", {"role": "user", "content": "hi"}
+
+
 def test_a_template_file_wins_over_the_config(tmp_path):
-    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}", encoding="utf-8")
-    assert with_template(tmp_path, TEMPLATE).render_chat([USER]) == "</s>"
+    (tmp_path / "chat_template.jinja").write_text(f"{{{{ eos_token }}}}{SAID}", encoding="utf-8")
+    assert with_template(tmp_path, TEMPLATE).render_chat([HI]) == "</s>hi"
 
 
 def test_of_several_templates_the_default_one_is_taken(tmp_path):
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert with_template(tmp_path, named).render_chat([USER]) == "d"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d" + SAID}]
+    assert with_template(tmp_path, named).render_chat([HI]) == "dhi"
 
 
 def test_variables_reach_the_template(tmp_path):
-    ours = with_template(tmp_path, "{{ enable_thinking }}")
-    assert ours.render_chat([USER], variables={"enable_thinking": False}) == "False"
+    ours = with_template(tmp_path, "{{ enable_thinking }}" + SAID)
+    assert ours.render_chat([HI], variables={"enable_thinking": False}) == "Falsehi"
 
 
 def test_a_template_may_print_the_date(tmp_path):
-    assert with_template(tmp_path, '{{ strftime_now("%Y") }}').render_chat([USER]).isdigit()
+    text = with_template(tmp_path, '{{ strftime_now("%Y") }}' + SAID).render_chat([HI])
+    assert text.endswith("hi") and text.removesuffix("hi").isdigit()
 
 
 @pytest.mark.parametrize(

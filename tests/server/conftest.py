@@ -20,7 +20,8 @@ from detjax.server.service import Service
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if tools %}tools {{ tools | length }}\n{% endif %}assistant:"
+    "{% if tools %}tools {{ tools | map(attribute='function.name') | join(' ') }}\n{% endif %}"
+    "assistant:"
 )
 
 

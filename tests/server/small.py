@@ -45,10 +45,12 @@ def engine_of(model: LoadedModel, tokenizer: Tokenizer, **options) -> Engine:
     return Engine(model, CONFIG, grammars=grammars, **options)
 
 
-def small_service(model: LoadedModel | None = None, **limits) -> Service:
+def small_service(
+    model: LoadedModel | None = None, *, template: str = TEMPLATE, **limits
+) -> Service:
     """A service with an engine of its own; of the shared model, if not of another."""
     tokenizer = Tokenizer.from_folder(bundled_model_path())
-    tokenizer = dataclasses.replace(tokenizer, chat_template=TEMPLATE)
+    tokenizer = dataclasses.replace(tokenizer, chat_template=template)
     if model is None:
         model = shared_engine()._model
         engine = Engine(model, CONFIG, programs=shared_engine().programs)

@@ -229,7 +229,10 @@ def test_the_schema_of_a_call_is_of_the_functions_that_may_be_called():
     assert [kind["properties"]["name"]["enum"] for kind in call_schema(TOOLS)["anyOf"]] == [
         ["add"], ["now"],
     ]  # fmt: skip
-    bare = {"type": "function", "function": {"name": "f"}}
+    bare: dict = {"type": "function", "function": {"name": "f"}}
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert call_schema([bare])["properties"]["arguments"] == none
+    bare["function"]["parameters"] = {}
     assert call_schema([bare])["properties"]["arguments"] == {"type": "object"}
     assert json.dumps(one)
 

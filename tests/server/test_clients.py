@@ -15,6 +15,11 @@ from detjax.server.app import make_app
 
 from .small import post, small_model, small_service
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}\n{% endfor %}"
+    "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}assistant:"
+)
 LINES = (Path(__file__).parent / "client_requests.jsonl").read_text().splitlines()
 REQUESTS = [json.loads(line) for line in LINES]
 
@@ -51,7 +56,7 @@ def check(asked: dict, body: dict, told: bytes) -> str:
 
 @pytest.mark.slow
 def test_what_clients_send_is_answered():
-    service = small_service(small_model(eos_token_ids=(1,)))
+    service = small_service(small_model(eos_token_ids=(1,)), template=TEMPLATE)
     app, kinds = make_app(service), []
 
     async def run() -> None:

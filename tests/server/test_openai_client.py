@@ -17,7 +17,7 @@ from .small import engine_of, small_model, small_service
 BEGUN_S = int(time.time())
 HI = [{"role": "user", "content": "hi"}]
 TEMPLATE = """\
-{%- if tools %}tools {{ tools | length }}\n{% endif %}
+{%- if tools %}tools {{ tools | map(attribute='function.name') | join(' ') }}\n{% endif %}
 {%- for message in messages %}
     {%- if message.content is string %}{% set content = message.content %}
     {%- else %}{% set content = '' %}{% endif %}
@@ -311,7 +311,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
             [*HI, {"role": "assistant", "content": None, "refusal": None, "tool_calls": CALLS},
              {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]}],
             {"tools": TOOLS},
-            'tools 1\nuser: hi\nassistant: add {"a": 1}\ntool: 4\nassistant: ',
+            'tools add\nuser: hi\nassistant: add {"a": 1}\ntool: 4\nassistant: ',
         ),
         ([*HI, {"role": "assistant", "content": "Well, "}], {"continue_final_message": True},
          "user: hi\nassistant: Well, "),
@@ -349,6 +349,72 @@ def test_what_a_conversation_cannot_say_is_refused_by_name(client, fields, param
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         client.post("/chat/completions", body={"model": "small"} | fields, cast_to=object)
     assert refused.value.param == param
+
+
+def test_special_tokens_go_to_ids_and_back_as_with_vllm(running):
+    """lm-eval's remote tokenizer asks so: nothing around a text, and no token lost."""
+    tokenizer = running.service.model.tokenizer
+    text = "<|bos|>user: hi<|eos|> 😀"
+    with running.client() as plain:
+        asked = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+        told = plain.post("/tokenize", json=asked).json()
+        back = plain.post("/detokenize", json={"tokens": told["tokens"]}).json()
+        chat = {"messages": HI, "add_special_tokens": False, "return_token_strs": True}
+        of_chat = plain.post("/tokenize", json=chat).json()
+        refused = plain.post("/tokenize", json=chat | {"add_special_tokens": True})
+    assert {told["tokens"][0], told["token_strs"][0]} == {0, "<|bos|>"} and 1 in told["tokens"]
+    assert back == {"prompt": text} and tokenizer.decode(told["tokens"]) == "user: hi 😀"
+    assert len(of_chat["token_strs"]) == of_chat["count"]
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "add_special_tokens"
+
+
+def test_each_event_counts_tokens_where_that_is_wanted(client):
+    asked = {"model": "small", "max_tokens": 5, "stream": True}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    for chat in (False, True):
+        ask = client.chat.completions.create if chat else client.completions.create
+        what = {"messages": HI} if chat else {"prompt": ["hi", "sea"]}
+        *chunks, last = ask(**asked, **what, stream_options=both)
+        totals = [chunk.usage.completion_tokens for chunk in chunks]
+        assert totals == sorted(totals) and totals[0] == 1 and len(set(totals)) > 3
+        assert not last.choices and last.usage == chunks[-1].usage
+        silent = list(ask(**asked, **what, stream_options={"continuous_usage_stats": False}))
+        assert all(chunk.usage is None and chunk.choices for chunk in silent)
+
+
+def test_a_stream_has_no_event_that_tells_nothing(thinking, client):
+    """The first tells the role and the last the reason. Tags, and parts of characters, are none."""
+    for own, said in ((thinking, SAYS), (client, "😀é")):
+        chunks = own.chat.completions.create(
+            model="small", messages=HI, tools=TOOLS, max_tokens=90, stream=True,
+            extra_body={"structured_outputs": {"choice": [said]}},
+        )  # fmt: skip
+        deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
+        assert len(deltas) > 2
+        for delta in deltas[1:-1]:
+            assert any(value for value in delta.values()), delta
+
+
+def test_two_names_of_one_limit_may_say_the_same(client):
+    asked = {"model": "small", "messages": HI, "max_tokens": 3}
+    answer = client.chat.completions.create(**asked, max_completion_tokens=3)
+    assert answer.usage.completion_tokens <= 3
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens=4") as refused:
+        client.chat.completions.create(**asked, max_completion_tokens=4)
+    assert refused.value.param == "max_tokens"
+
+
+NO_PARAMETERS = [{"type": "function", "function": {"name": "now"}}]
+
+
+def test_a_function_without_parameters_takes_none(thinking):
+    answer = thinking.chat.completions.create(
+        model="small", messages=HI, tools=NO_PARAMETERS, tool_choice="required", max_tokens=60,
+        temperature=1, seed=1, extra_body={"ignore_eos": False},
+    )  # fmt: skip
+    said = told(answer)
+    ((_, name, arguments),) = said["calls"]
+    assert name == "now" and json.loads(arguments) == {} and said["reason"] == "tool_calls"
 
 
 SAYS = """<think>
@@ -512,7 +578,7 @@ def test_a_call_that_was_read_goes_back_into_the_conversation(running, thinking)
     message = answer.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "1"}
     text = prompt_of(running, thinking, [*HI, message.model_dump(), result], tools=TOOLS)
-    assert text == 'tools 1\nuser: hi\nassistant: See:add {"a": 1}\ntool: 1\nassistant: '
+    assert text == 'tools add\nuser: hi\nassistant: See:add {"a": 1}\ntool: 1\nassistant: '
 
 
 @pytest.mark.parametrize("instructions", [None, "Be brief."])

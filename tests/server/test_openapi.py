@@ -21,7 +21,7 @@ from detjax.server.service import Service
 from .conftest import served
 from .small import post, small_service
 
-OF_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+OF_THE_CALLER = {"user", "metadata", "safety_identifier", "prompt_cache_key", "session_id"}
 """Fields of which the text speaks: they decide nothing."""
 POSTS = (
     "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses",

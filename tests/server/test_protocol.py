@@ -89,6 +89,40 @@ def test_null_is_absent_for_every_field_of_our_own(kind):
         assert asked == plain, name
 
 
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_a_null_asks_for_nothing_whatever_its_name(kind):
+    """Clients of vLLM send all of its fields, null where they are not set."""
+    plain = parse(json.dumps(REQUIRED[kind]).encode(), kind)
+    for name in ("mm_processor_kwargs", "thinking_token_budget", "no_such_field"):
+        assert parse(json.dumps(REQUIRED[kind] | {name: None}).encode(), kind) == plain
+        with pytest.raises(RefusedError, match=f"unknown field '{name}'"):
+            parse(json.dumps(REQUIRED[kind] | {name: {}}).encode(), kind)
+
+
+def test_a_seed_of_minus_one_is_drawn_and_no_top_logprobs_need_no_logprobs():
+    asked = parse(body(seed=-1), CompletionRequest)
+    seeds = {sampling_params(asked, max_tokens=1, num_top=0).seed for _ in range(4)}
+    assert len(seeds) == 4 and None not in seeds
+    of_chat = REQUIRED[ChatRequest] | {"top_logprobs": 0}
+    assert parse(json.dumps(of_chat).encode(), ChatRequest).check() is None
+    with pytest.raises(RefusedError, match="needs logprobs"):
+        parse(json.dumps(of_chat | {"top_logprobs": 1}).encode(), ChatRequest).check()
+
+
+def test_the_effort_of_a_response_is_that_of_a_chat():
+    def asked(**reasoning) -> ResponsesRequest:
+        fields = REQUIRED[ResponsesRequest] | {"reasoning": reasoning}
+        return parse(json.dumps(fields).encode(), ResponsesRequest)
+
+    for effort in (None, "high"):
+        response = asked(effort=effort, summary=None)
+        response.check()
+        assert response.as_chat().reasoning_effort == effort
+    with pytest.raises(RefusedError, match="told as it is") as refused:
+        asked(summary="auto").check()
+    assert refused.value.field == "reasoning.summary"
+
+
 def test_null_is_absent_in_records_of_a_request_and_stays_in_free_objects():
     schema = {"enum": [None, 1], "default": None}
     given = {
@@ -115,8 +149,9 @@ NEUTRAL = {
     "prompt_cache_retention": ("in_memory", "24h"),
 }  # fmt: skip
 OF_KIND = {
-    CompletionRequest: {},
+    CompletionRequest: {"use_beam_search": (False, True), "length_penalty": (1, 2.0)},
     ChatRequest: {
+        "echo": (False, True), "include_reasoning": (True, False),
         "add_special_tokens": (False, True),
         "modalities": (["text"], ["text", "audio"]), "functions": ([], [{"name": "f"}]),
         "function_call": ("none", {"name": "f"}), "verbosity": ("medium", "low"),
@@ -126,7 +161,7 @@ OF_KIND = {
     ResponsesRequest: {
         "background": (False, True), "include": ([], ["reasoning.encrypted_content"]),
         "previous_response_id": (None, "resp_1"), "truncation": ("disabled", "auto"),
-        "top_logprobs": (0, 3), "reasoning": ({}, {"effort": "high"}),
+        "top_logprobs": (0, 3),
         "conversation": (None, "conv_1"),
     },
 }  # fmt: skip

@@ -62,6 +62,9 @@ def test_a_body_that_is_encoded_is_refused_by_name(small, coding, status):
 
 
 FORM = {"type": "json_object"}
+HI = {"role": "user", "content": "hi"}
+CALL = {"role": "assistant", "content": "Well", "tool_calls": [
+    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,8 @@ FORM = {"type": "json_object"}
     [
         ("completions", {"logit_bias": {"99999": 1}}, "logit_bias", "token id 99999"),
         ("completions", {"allowed_token_ids": [99999]}, "allowed_token_ids", "token id 99999"),
+        ("completions", {"stop_token_ids": [99999]}, "stop_token_ids", "token id 99999"),
+        ("completions", {"stop_token_ids": [-1]}, "stop_token_ids", "token id -1"),
         ("completions", {"allowed_token_ids": [9], "bad_words": ["x"] * 1025}, "bad_words", "1025"),
         ("completions", {"bad_words": ["qrst uvwx yz" * 9]}, "bad_words", "^bad_words="),
         ("completions", {"priority": 101}, "priority", "priority=101"),
@@ -82,6 +87,10 @@ FORM = {"type": "json_object"}
         ("chat/completions", {"response_format": FORM}, "response_format", "^response_form"),
         ("chat/completions", {"tool_choice": "required", "tools": [{"type": "user"}]},
          "tools[0].type", "'user' is not supported"),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f",
+         "parameters": 5}}]}, "tools[0].function.parameters", "parameters=5 must be a JSON schema"),
+        ("chat/completions", {"messages": [HI, CALL]}, "messages[1].tool_calls",
+         "^messages.1..tool_calls: the chat template of small does not print it"),
         ("chat/completions", {"max_completion_tokens": 3, "min_tokens": 5}, "min_tokens",
          "max_completion_tokens=3"),
         ("chat/completions", {"max_tokens": 3, "min_tokens": 5}, "min_tokens", " max_tokens=3"),
@@ -89,9 +98,7 @@ FORM = {"type": "json_object"}
 )  # fmt: skip
 def test_an_error_has_the_names_of_the_request(small, path, fields, param, says):
     asked = {"model": "small"} | fields
-    asked |= {"prompt": "sea"} if path == "completions" else {"messages": [{"role": "user"}]}
-    if "messages" in asked:
-        asked["messages"] = [{"role": "user", "content": "hi"}]
+    asked = ({"prompt": "sea"} if path == "completions" else {"messages": [HI]}) | asked
     told = small.post(f"/v1/{path}", json=asked)
     error = told.json()["error"]
     assert (told.status_code, error["param"]) == (400, param), error

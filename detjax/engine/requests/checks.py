@@ -74,7 +74,7 @@ class RequestLimits:
         check_vocabulary(token_ids, what, self.vocab_size)
 
     def check_sampling(self, sampling: SamplingParams, what: str) -> None:
-        """Refuse masks and biases of tokens that there are not, and masks that leave none.
+        """Refuse masks, biases and ends of tokens that there are not, and masks that leave none.
 
         Args:
             sampling: Without texts.
@@ -86,6 +86,7 @@ class RequestLimits:
         named = {
             "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
             "allowed_token_ids": sampling.allowed_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
             "bad_words_token_ids": [i for word in sampling.bad_words_token_ids for i in word],
         }
         for name, ids in named.items():
