@@ -39,6 +39,7 @@ from detjax.models.weights.packed import (
     with_scale_code_of,
 )
 from detjax.models.weights.random_weights import random_params
+from detjax.models.weights.reading import readings
 from detjax.models.weights.write import check_can_write, write_config, write_weights
 from detjax.numerics import NO_CAST, NOT_QUANTIZED, Build, NumericsProfile, fingerprint
 from detjax.pallas_kernels.backend import Backend
@@ -431,7 +432,7 @@ def load_model(
     config = load_config(folder)
     dtype, vocab_block = profile.param_dtype, profile.vocab_block
     stored = read_quantization(folder)
-    form = _matrix_form(quantized_weights, stored, profile, backend)
+    form = _matrix_form(quantized_weights, stored, config, profile, backend)
     scheme = _scheme_of(folder, form)
     if form is MatrixForm.W8A8 and config.has_shared_expert:
         raise ValueError(
@@ -479,7 +480,11 @@ def _scheme_of(folder: Path, form: MatrixForm) -> QuantizationScheme | None:
 
 
 def _matrix_form(
-    mode: str, scheme: QuantizationScheme | None, profile: NumericsProfile, backend: Backend
+    mode: str,
+    scheme: QuantizationScheme | None,
+    config: ModelConfig,
+    profile: NumericsProfile,
+    backend: Backend,
 ) -> MatrixForm:
     """How quantised matrices lie on the devices.
 
@@ -489,7 +494,8 @@ def _matrix_form(
     if mode not in MODES:
         raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
-    can_pack = scheme is not None and scheme.layout != MXFP4
+    is_read_otherwise = bool(readings(config, profile.param_dtype))
+    can_pack = scheme is not None and scheme.layout != MXFP4 and not is_read_otherwise
     if mode in ("auto", "expanded"):
         packs = mode == "auto" and can_pack and is_bfloat16 and KERNELS[backend].reads_codes
         return MatrixForm.PACKED if packs else MatrixForm.EXPANDED
@@ -497,10 +503,15 @@ def _matrix_form(
         raise ValueError(
             f"quantized_weights={mode!r} needs a quantised model, and this one is not; leave it out"
         )
-    if not can_pack:
+    if scheme.layout == MXFP4:
         raise ValueError(
             f"quantized_weights={mode!r} does not go with {str(scheme)!r}: products read codes of "
             "matrices, and these are experts; use 'auto'"
+        )
+    if not can_pack:
+        raise ValueError(
+            f"quantized_weights={mode!r} does not go with a model of {config.family!r}, whose "
+            "checkpoint stores tensors otherwise than they are read; use 'auto', which expands them"
         )
     if not is_bfloat16 or mode == "w8a8" and profile.activation_dtype.name != "bfloat16":
         raise ValueError(

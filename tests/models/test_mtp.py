@@ -385,12 +385,19 @@ def test_a_head_of_a_quantised_model_changes_no_bit(folders, tmp_path, kind, wit
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "glm4_moe"])
-def test_a_quantised_model_whose_tensors_are_stored_otherwise_is_refused(folders, tmp_path, family):
-    """The model itself is, and so with its head."""
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    folder = changed(folders[family], tmp_path / "model", quantization_config=settings)
-    with pytest.raises(ValueError, match=f"a quantised '{family}.*' is not supported"):
-        load(folder, NumericsProfile())
+def test_a_head_beside_weights_that_are_quantised_and_read_otherwise_is_the_same(
+    folders, tmp_path, family
+):
+    """The model is expanded, and its head stands in bfloat16 in the file."""
+    quantize_folder(
+        folders[family], tmp_path / "q", RECIPES["fp8-dynamic"], progress=ignore_progress
+    )
+    plain, model = (load(it, NumericsProfile()) for it in (folders[family], tmp_path / "q"))
+    assert model.quantization != plain.quantization and not has_packed(model.params)
+    expected, found = load_mtp_head(plain), load_mtp_head(model)
+    assert found.params.keys() == expected.params.keys()
+    for name, param in expected.params.items():
+        assert np.asarray(found.params[name]).tobytes() == np.asarray(param).tobytes(), name
 
 
 # ------------------------------------------------------------------------------- ranks and Hopper

@@ -260,9 +260,13 @@ class ExpandedRows:
     scheme: QuantizationScheme
     input_scale: np.ndarray | None = None
 
-    def __getitem__(self, index: tuple[slice, ...] | slice) -> np.ndarray:
-        """Expand some rows and columns."""
+    def __getitem__(self, index: tuple[slice | np.ndarray, ...] | slice) -> np.ndarray:
+        """Expand some rows and columns; rows may be numbers, those of a few heads."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        if isinstance(rows, np.ndarray):
+            lowest = int(rows.min(initial=self.shape[0]))
+            between = self[slice(lowest, int(rows.max(initial=lowest)) + 1), columns]
+            return between[rows - lowest]
         (first, stop, _), (left, right, _) = (
             part.indices(size) for part, size in zip((rows, columns), self.shape, strict=True)
         )

@@ -27,6 +27,7 @@ from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
 from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.files import INDEX_NAME, StoredTensor, open_tensors
+from detjax.models.weights.reading import ExpertReading, own_name, readings
 from detjax.progress import Progress
 
 GROUP_SIZES = 32, 64, 128
@@ -102,7 +103,7 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
         raise ValueError(f"{folder} is quantised already; give the folder that it was made from")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; give another one")
-    matrices = _matrix_names(config)
+    matrices = _matrix_names(folder, config)
     if recipe.group_size and (odd := _columns_of_no_group(config, recipe.group_size)):
         sizes = GROUP_SIZES if recipe.block_rows == 1 else ()
         fitting = [size for size in sizes if not _columns_of_no_group(config, size)]
@@ -212,9 +213,24 @@ def pack(codes: np.ndarray, num_bits: int) -> np.ndarray:
     return np.bitwise_or.reduce(parts, axis=2).view(np.int32)
 
 
-def _matrix_names(config: ModelConfig) -> set[str]:
-    """Names of the matrices of layers, experts included and routers not."""
-    return {name for spec in _matrix_specs(config) for name in spec.hf_names}
+def _matrix_names(folder: Path, config: ModelConfig) -> set[str]:
+    """Names in a folder of the matrices of layers, experts included and routers not.
+
+    Raises:
+        ValueError: If one tensor holds all experts of a layer.
+    """
+    own = {name for spec in _matrix_specs(config) for name in spec.hf_names}
+    plan = readings(config, "bfloat16")
+    sources = own | {plan[name].source for name in own if name in plan}
+    stacked = {it.source for it in plan.values() if isinstance(it, ExpertReading)}
+    with contextlib.ExitStack() as stack:
+        published = {name: own_name(name, config) for name in open_tensors(folder, stack)}
+    if found := sorted(stacked & set(published.values())):
+        raise ValueError(
+            f"{found[0]!r} holds all experts of a layer, and one tensor has one kind of scales "
+            "here; give a folder with a tensor for each expert"
+        )
+    return {name for name, plain in published.items() if plain in sources}
 
 
 def _matrix_specs(config: ModelConfig) -> Iterator[TensorSpec]:

@@ -22,7 +22,6 @@ from detjax.models.family import ExpertStack, Family
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, HEAD_NAME, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import expand_tensors
-from detjax.models.quantization.scheme import MXFP4
 from detjax.models.registry import family_named
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.host import have_same_bits
@@ -421,18 +420,10 @@ def open_weights(
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If a file is damaged or of another model, or quantised tensors are not stored as
-            the decoder reads them.
+        ValueError: If a file is damaged or of another model.
     """
-    quantization, plan = read_quantization(folder), readings(config, dtype)
-    is_stacked = any(isinstance(reading, ExpertReading) for reading in plan.values())
-    if plan and quantization is not None and not (is_stacked and quantization.layout == MXFP4):
-        raise ValueError(
-            f"{folder} is quantised, and a quantised {config.family!r} is not supported: its "
-            f"checkpoint stores {next(iter(plan))!r} otherwise than it is read; give the model "
-            "before it was quantised"
-        )
-    tensors = expand_tensors(open_tensors(folder, stack), quantization)
+    plan = readings(config, dtype)
+    tensors = expand_tensors(open_tensors(folder, stack), read_quantization(folder))
     tensors = _own_tensors(tensors, config)
     if not plan:
         return tensors
