@@ -52,8 +52,17 @@ def bad_input(
     except BrokenPipeError:
         raise
     except (ValueError, OSError, NotImplementedError, *kinds) as error:
-        text = rephrase(str(error) or type(error).__name__)
+        text = rephrase(_told(error, prefix) or type(error).__name__)
         raise InputError(prefix + text) from error
+
+
+def _told(error: Exception, prefix: str) -> str:
+    """The message of an error; one of the system begins with its number, which says nothing."""
+    if not isinstance(error, OSError) or not (error.strerror and str(error).startswith("[Errno")):
+        return str(error)
+    if error.filename is None or str(error.filename) in prefix:
+        return error.strerror
+    return f"{error.filename}: {error.strerror}"
 
 
 class _InterruptedBySignal(KeyboardInterrupt):

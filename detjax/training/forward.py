@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
-from detjax.models.config import Gating
 from detjax.models.layers import ForwardContext, angles_of
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
@@ -71,8 +70,7 @@ class TrainingOps:
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Multiply, then gate: the bits of both operations in one launch."""
-        gated = ops.geglu if self.ctx.config.gating is Gating.GEGLU else ops.swiglu
-        return gated(
+        return ops.gated(
             self.ctx,
             self.sums,
             ops.linear(
@@ -118,7 +116,7 @@ class TrainingOps:
         ctx, sums = self.ctx, self.sums
         gate_up, down = (_joined(weights, f"shared_{name}") for name in ("gate_up", "down"))
         own = ops.linear(ctx, sums, x, gate_up, widths=_widths(weights, "shared_gate_up"))
-        out = ops.linear(ctx, sums, ops.swiglu(ctx, sums, own), down, widths=(len(down),))
+        out = ops.linear(ctx, sums, ops.gated(ctx, sums, own), down, widths=(len(down),))
         if "shared_gate" not in weights:
             return out
         gate = expert_ops.router_logits(ctx, sums, x, weights["shared_gate"], out_dtype=x.dtype)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
+from detjax.models.config import Gating
 from detjax.models.layers import ForwardContext
 from detjax.models.transformer import AfterGains
 from detjax.numerics import tree_reduction
@@ -222,30 +223,20 @@ def add_rms_norm(
     return with_gradient(kernel, gradient)(added, residual, gain)
 
 
-def swiglu(
+def gated(
     ctx: ForwardContext, sums: GradientSums, gate_up: Activation[Array, "M E"]
 ) -> Activation[Array, "M F"]:
-    """Gate the second half of the columns by the SiLU of the first: `swiglu.api.swiglu`."""
+    """Gate the second half of the columns by the first: `swiglu.api.swiglu`, `geglu.api.geglu`."""
+    if ctx.config.gating is Gating.GEGLU:
+        run, formula = geglu_kernel, plain_geglu
+    else:
+        run, formula = swiglu_kernel, plain_swiglu
 
     def kernel(gate_up):
-        return swiglu_kernel(gate_up, backend=ctx.backend)
+        return run(gate_up, backend=ctx.backend)
 
     def gradient(args, _, cotangent):
-        return sums.of_formula(plain_swiglu, args, (), cotangent)[0]
-
-    return with_gradient(kernel, gradient)(gate_up)
-
-
-def geglu(
-    ctx: ForwardContext, sums: GradientSums, gate_up: Activation[Array, "M E"]
-) -> Activation[Array, "M F"]:
-    """Gate the second half of the columns by the GELU of the first: `geglu.api.geglu`."""
-
-    def kernel(gate_up):
-        return geglu_kernel(gate_up, backend=ctx.backend)
-
-    def gradient(args, _, cotangent):
-        return sums.of_formula(plain_geglu, args, (), cotangent)[0]
+        return sums.of_formula(formula, args, (), cotangent)[0]
 
     return with_gradient(kernel, gradient)(gate_up)
 

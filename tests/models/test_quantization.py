@@ -772,13 +772,14 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
 def test_where_weights_stay_packed(mode, backend, is_packed):
     form = MatrixForm.PACKED if is_packed else MatrixForm.EXPANDED
     awq = parse_quantization({"quantization_config": AWQ})
-    assert loading._matrix_form(mode, awq, NumericsProfile(), backend) is form
+    config = load_config(GOLDEN / "hf" / "llama3")
+    assert loading._matrix_form(mode, awq, config, NumericsProfile(), backend) is form
     wide = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     if mode == "packed":
         with pytest.raises(ValueError, match="does not go with float32 weights"):
-            loading._matrix_form(mode, awq, wide, backend)
+            loading._matrix_form(mode, awq, config, wide, backend)
     else:
-        found = loading._matrix_form(mode, awq, wide, backend)
+        found = loading._matrix_form(mode, awq, config, wide, backend)
         assert found is MatrixForm.EXPANDED
 
 

@@ -123,7 +123,6 @@ def test_softmax_routers_keep_the_weights_dtype():
         ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_next", {"mlp_only_layers": [2]}, "must be a list of layers from 0 to 1"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "must be a multiple of"),
-        ("qwen3_next", {"num_nextn_predict_layers": 1}, "is not a key that detjax knows"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_by_key_and_value(case, changes, message):

@@ -92,6 +92,7 @@ JOINED_TOO_EARLY = {
 def backend_of(monkeypatch, operations: dict) -> Backend:
     backend = object.__new__(Backend)
     backend._name_, backend._value_ = "PARTS", "parts"
+    backend.platform, backend.mma = "cpu", ""
     kernels = ModuleType("parts")
     vars(kernels).update(vars(portable), **operations)
     monkeypatch.setitem(KERNELS, backend, kernels)

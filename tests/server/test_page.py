@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_said(llm, browser):
         page.wait_for_selector("#model:has-text('novels-6m')")
         page.fill("#max-tokens", "5000")
         page.click("#ask")
-        page.wait_for_selector("#error:has-text('this server's context of')")
+        page.wait_for_selector('#error:has-text("this server\'s context of")')
     page.close()
 
 

@@ -59,7 +59,10 @@ def is_alive(process_id: int) -> bool:
 
 def test_long_work_has_the_result_of_short_work(tokenizer, texts):
     text = "17+26= <s> é 😀 " * 2_000
-    messages, variables = [{"role": "user", "content": text}], {"tools": [{"x": 2**70}]}
+    messages, variables = (
+        [{"role": "user", "content": text}],
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": 2**70}}}]},
+    )
     tools = TextTools.of(tokenizer, 4096, (1,))
 
     async def ask():

@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -260,7 +261,7 @@ class ExpandedRows:
     scheme: QuantizationScheme
     input_scale: np.ndarray | None = None
 
-    def __getitem__(self, index: tuple[slice | np.ndarray, ...] | slice) -> np.ndarray:
+    def __getitem__(self, index: Any) -> np.ndarray:
         """Expand some rows and columns; rows may be numbers, those of a few heads."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         if isinstance(rows, np.ndarray):
