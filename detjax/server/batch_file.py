@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from detjax.cli.errors import check_unicode
 from detjax.progress import Progress
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -54,7 +55,7 @@ def read_batch(lines: Iterable[str], where: str) -> list[BatchLine]:
             none. The message names the line.
     """
     found: dict[str, BatchLine] = {}
-    for number, text in enumerate(lines, 1):
+    for number, text in enumerate(_whole(lines, where), 1):
         if not text.strip():
             continue
         line = _read_line(text, number, f"{where}, line {number}")
@@ -68,6 +69,13 @@ def read_batch(lines: Iterable[str], where: str) -> list[BatchLine]:
     return list(found.values())
 
 
+def _whole(lines: Iterable[str], where: str) -> list[str]:
+    try:
+        return list(lines)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 ({error.reason})") from error
+
+
 def _read_line(text: str, number: int, where: str) -> BatchLine:
     try:
         line = json.loads(text)
@@ -79,6 +87,7 @@ def _read_line(text: str, number: int, where: str) -> BatchLine:
         raise ValueError(f"{where} has {unknown[0]!r}; a request has {', '.join(_KEYS)}")
     if not isinstance(line.get("custom_id"), str) or not line["custom_id"]:
         raise ValueError(f"{where} needs a custom_id, a text that its answer will have")
+    check_unicode(line["custom_id"], f"{where}: custom_id")
     if line.get("method", "POST") != "POST":
         raise ValueError(f"{where}: method {line['method']!r} must be 'POST'")
     if line.get("url") not in URLS:

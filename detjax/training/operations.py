@@ -56,7 +56,7 @@ def embed(
     ctx: ForwardContext, sums: GradientSums, table: Float32[Array, "V D"], ids: Int32[Array, " M"]
 ) -> Activation[Array, "M D"]:
     """Look up one row a token: `embedding.api.embed`."""
-    profile, param_dtype = ctx.profile, ctx.profile.param_dtype
+    profile = ctx.profile
 
     def kernel(table, ids):
         stored = stored_table(table, ctx.config, profile.param_dtype)
@@ -66,11 +66,9 @@ def embed(
         table, ids = args
         # WHY: a product, since a scatter-add has no order.
         is_token = jax.nn.one_hot(ids, table.shape[0], dtype=cotangent.dtype)
-        of_table, factor = (
-            sums.of_weights(is_token, cotangent),
-            tied_factor(ctx.config, param_dtype),
-        )
+        of_table = sums.of_weights(is_token, cotangent)
         # ROUND: the sum times the factor, where there is one.
+        factor = tied_factor(ctx.config, profile.param_dtype)
         return of_table if factor == 1 else of_table * jnp.float32(factor), None
 
     return with_gradient(kernel, gradient)(table, ids)

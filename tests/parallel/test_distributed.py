@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 import detjax
 from detjax.models.bundled import bundled_model_path
@@ -22,6 +23,7 @@ from detjax.parallel import watch as watching
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.parallel.mesh import devices_of_process
 from detjax.parallel.watch import connect
+from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -77,6 +79,19 @@ def test_processes_are_bitwise_mesh_invariant(num_processes, devices):
         assert code == 0, errors
     assert json.loads(ended[0][1]) == digests_of_one_process()
     assert [out for _, out, _ in ended[1:]] == [""] * (num_processes - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_a_model_of_two_processes_is_saved_as_it_was_read(tmp_path):
+    """Each has half of every matrix; one writes."""
+    folder = tmp_path / "saved"
+    for code, _, errors in finish(start(2, devices=1, mesh=(1, 2), save=str(folder))):
+        assert code == 0, errors
+    found, want = (load_file(it / "model.safetensors") for it in (folder, bundled_model_path()))
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_bitwise_equal(found[name], tensor, claim=name)
 
 
 @pytest.mark.slow

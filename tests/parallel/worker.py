@@ -56,6 +56,21 @@ def make_engine(mesh, backend: str = "portable"):
     return Engine(model, EngineConfig(batch_size=2, prefill_chunk=256, max_len=256))
 
 
+def save_bundled(mesh, folder: str) -> None:
+    """Load the bundled model with all processes, and save it."""
+    from detjax.models.bundled import bundled_model_path
+    from detjax.models.loading import load_model
+    from detjax.numerics import NumericsProfile
+    from detjax.pallas_kernels.backend import Backend
+    from detjax.parallel.mesh import make_mesh
+
+    model = load_model(
+        str(bundled_model_path()), profile=NumericsProfile(), mesh=make_mesh(*mesh),
+        backend=Backend.PORTABLE, max_len=64,
+    )  # fmt: skip
+    model.save(folder)
+
+
 def main() -> None:
     what = json.loads(sys.argv[1])
     process_id, fault = what["process_id"], what.get("fault")
@@ -69,6 +84,10 @@ def main() -> None:
     )
     configure_virtual_devices(what["devices"])
     is_faulty = process_id == what.get("faulty")
+    if "save" in what:
+        with watch.working():
+            save_bundled(what["mesh"], what["save"])
+        return
     asked = requests(changed=is_faulty and fault == "other requests")
     if is_faulty and fault == "late":
         time.sleep(LATE_S)

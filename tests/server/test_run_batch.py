@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 import detjax
 from detjax import run_batch
-from detjax.cli.errors import BAD_INPUT, OK
+from detjax.cli.errors import BAD_INPUT, OK, InputError
 from detjax.server.batch_file import (
     BatchOutput,
     answer_all,
@@ -41,6 +41,7 @@ def text_of(*lines: dict) -> list[str]:
         (request("c", priority=1), "line 3 has 'priority'; a request has custom_id"),
         (request(""), "line 3 needs a custom_id"),
         (request(7), "line 3 needs a custom_id"),
+        (request("\ud800"), "line 3: custom_id is not valid UTF-8 at character 1"),
         (request("a"), "line 3: custom_id 'a' is that of line 1; give each request its own"),
         (request("c", method="GET"), "line 3: method 'GET' must be 'POST'"),
         (request("c", url="/v1/embeddings"), "line 3: url '/v1/embeddings' must be one of /v1/ch"),
@@ -50,9 +51,16 @@ def text_of(*lines: dict) -> list[str]:
 )
 def test_a_line_that_is_no_request_is_named(line, message):
     text = line if isinstance(line, str) else json.dumps(line)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, InputError), match=message):
         read_batch([*text_of(request("a")), "\n", text], "requests")
     assert len(read_batch([*text_of(request("a")), "\n"], "requests")) == 1
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path, capsys):
+    path = tmp_path / "latin1.jsonl"
+    path.write_bytes('{"custom_id": "é"}\n'.encode("latin1"))
+    assert run_batch.main(["-i", str(path), "-o", str(tmp_path / "out")]) == BAD_INPUT
+    assert f"{path} is not UTF-8" in capsys.readouterr().err
 
 
 def test_a_file_without_requests_or_for_another_model_is_refused():
