@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.common import Rows, environment
 from benchmarks.production_requests import PAGE, SPLIT, DrawnRequest, Texts, pool, with_option_sets
 from benchmarks.step import MODELS
+from detjax.defaults import AUTO, KV_CACHE_DTYPES
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
@@ -52,11 +53,13 @@ from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.config import RopeConfig, RopeKind
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import MATRICES
+from detjax.models.quantization.quantize import RECIPES
 from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.programs import plain_key
+from detjax.testing.quantized import quantized_model
 
 WINDOW = 16
 """Tokens of a verification, few enough for the kernels of decode."""
@@ -386,10 +389,13 @@ class Suite:
             max_position_embeddings=CONTEXT,
         )  # fmt: skip
         backend = Backend(args.backend)
+        profile = NumericsProfile.of("bfloat16", args.kv_cache_dtype)
         self.model = random_model(
-            config, seed=0, profile=NumericsProfile(),
+            config, seed=0, profile=profile,
             mesh=make_mesh(1, 1, platform=backend.platform), backend=backend,
         )  # fmt: skip
+        if args.weights != "bfloat16":
+            self.model = quantized_model(self.model, args.weights)
         page = pages_shape(self.model, 1)
         self.page_bytes = int(np.prod(page.shape)) * page.dtype.itemsize
         self.gpu_bytes = self.free_bytes = 0
@@ -526,7 +532,7 @@ def scores(
 def _draft_bytes(params: dict) -> int:
     """What `quantise_params` adds to a model: 8 bits an element, a scale an output channel."""
     matrices = [layer[name] for layer in params["layers"] for name in MATRICES]
-    return sum(w.size + 4 * w.shape[0] for w in (*matrices, params["lm_head"]))
+    return sum(math.prod(w.shape) + 4 * w.shape[0] for w in (*matrices, params["lm_head"]))
 
 
 def kept(completion: Completion) -> list[Kept]:
@@ -601,6 +607,16 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     options.add_argument("--model", choices=MODELS, default="llama3_8b")
     options.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
+    options.add_argument(
+        "--weights", choices=["bfloat16", *RECIPES], default="bfloat16",
+        help="of the layers' matrices, with 8-bit activations if the scheme asks for them",
+    )  # fmt: skip
+    options.add_argument(
+        "--kv-cache-dtype",
+        choices=[*KV_CACHE_DTYPES, "fp8"],
+        default=AUTO,
+        help="of keys and values",
+    )
     options.add_argument("--layers", type=int, default=0, help="fewer layers; all if 0")
     options.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS, metavar="PART",
                         help=f"of {', '.join(PARTS)}")  # fmt: skip
@@ -617,6 +633,7 @@ def main() -> None:
     args = parser().parse_args()
     card = environment(Backend(args.backend)) | {
         "model": args.model, "backend": args.backend, "data": "random weights and prompts",
+        "weights": args.weights, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
     rows = Rows(card, args.out)
     suite = Suite(args)

@@ -27,8 +27,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import (
     COPY_BYTES_PER_S,
@@ -39,7 +37,7 @@ from benchmarks.common import (
     kernel_events,
     run_rivals,
 )
-from detjax.defaults import AUTO, KV_CACHE_DTYPES
+from detjax.defaults import AUTO, KV_CACHE_DTYPES, kv_cache_dtype_of
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.launch_operands import unpack_choice
@@ -49,16 +47,13 @@ from detjax.models.config import ExpertConfig, LinearAttentionConfig, ModelConfi
 from detjax.models.fast import LARGEST, quantise_params
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import MATRICES
 from detjax.models.quantization.quantize import RECIPES
-from detjax.models.weights.packed import MatrixForm, with_packed_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.float8_cache import holds_float8, narrowed
-from detjax.pallas_kernels.linear.quantized import LARGEST as LARGEST_8_BITS
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.programs import launches, operands_for, plain_key, programs_for
+from detjax.testing.quantized import quantized_model
 
 CONTEXT = 1024
 """Tokens of each sequence at a decode step, the new one included, unless a case says another."""
@@ -170,34 +165,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def in_8_bits(model: LoadedModel, scheme: str) -> LoadedModel:
-    """The model with the matrices of its layers in 8 bits, as a quantised checkpoint has them.
-
-    The bfloat16 ones are given up one by one.
-    """
-    recipe = RECIPES[scheme]
-    dtype = jnp.dtype(jnp.float8_e4m3fn if recipe.is_float else jnp.int8)
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=NamedSharding(model.mesh, P()))
-    def quantised(w):
-        (*experts, n, k), columns = w.shape, recipe.group_size or w.shape[-1]
-        shape = (*experts, n // recipe.block_rows, recipe.block_rows, k // columns, columns)
-        blocks = w.astype(jnp.float32).reshape(shape)
-        scales = jnp.max(jnp.abs(blocks), axis=(-3, -1)) / LARGEST_8_BITS[dtype.name]
-        values = blocks / scales[..., :, None, :, None]
-        values = values if recipe.is_float else jnp.round(values)
-        return W8A8Matrix(
-            values=values.reshape(w.shape).astype(dtype),
-            scales=scales if recipe.group_size else scales[..., 0],
-        )
-
-    for layer in model.params["layers"]:
-        for name in {*MATRICES, "expert_gate_up", "expert_down"} & set(layer):
-            layer[name] = quantised(layer[name])
-    specs = with_packed_specs(model.partition_specs, model.params)
-    return dataclasses.replace(model, partition_specs=specs, matrix_form=MatrixForm.W8A8)
-
-
 DECODE_STEPS = 100
 """Of a run."""
 
@@ -240,7 +207,7 @@ class Runner:
         max_len: int,
         *,
         profile: NumericsProfile = NumericsProfile(),  # noqa: B008  (frozen)
-        scheme: str | None = None,
+        scheme: str = "bfloat16",
     ):
         """Draw random weights and a random cache for the largest of the cases.
 
@@ -251,7 +218,7 @@ class Runner:
             max_len: Tokens that the page table has room for; 0 for as many as the case needs and
                 one more.
             profile: The numerics.
-            scheme: Of 8-bit weights and activations, by `detjax.quantize`; None for bfloat16.
+            scheme: Of quantised weights, by `detjax.quantize`, or bfloat16.
         """
         self.model = random_model(
             config,
@@ -260,8 +227,8 @@ class Runner:
             mesh=make_mesh(1, 1, platform=backend.platform),
             backend=backend,
         )
-        if scheme is not None:
-            self.model = in_8_bits(self.model, scheme)
+        if scheme != "bfloat16":
+            self.model = quantized_model(self.model, scheme)
         self._max_len = max_len
         self._params = {"full": self.model.params}
         self.num_pages = max(len(c.rows) * self._pages_of(c) for c in cases)
@@ -591,11 +558,14 @@ def parse_args() -> argparse.Namespace:
         help="dtype of activations; weights are bfloat16",
     )  # fmt: skip
     parser.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=AUTO, help="of keys and values"
+        "--kv-cache-dtype",
+        choices=[*KV_CACHE_DTYPES, "fp8"],
+        default=AUTO,
+        help="of keys and values",
     )
     parser.add_argument(
-        "--w8a8", choices=[name for name in RECIPES if name.endswith(("w8a8", "dynamic", "block"))],
-        help="matrices of layers and their activations have 8 bits, as this scheme has them",
+        "--weights", choices=["bfloat16", *RECIPES], default="bfloat16",
+        help="of the layers' matrices; 8-bit activations with those schemes that ask for them",
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=["invariant", "fast", "both"], nargs="*", default=["invariant"],
@@ -630,7 +600,7 @@ def main() -> None:
         rivals = transformers_rows(config, args.decode, args.transformers_seconds)
     card = environment(backend) | {
         "model": args.model, "backend": args.backend, "data": "random weights and cache, uniform",
-        "compute": args.compute, "weights": args.w8a8 or "bfloat16",
+        "compute": args.compute, "weights": args.weights,
         "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
     rows = Rows(card, args.out)
@@ -645,8 +615,10 @@ def main() -> None:
         config = dataclasses.replace(config, max_position_embeddings=max(8192, args.max_len))
     if backend is Backend.SM90:
         rows.keep(subject="copy", bytes=2 * COPIED_BYTES, bytes_per_s=copy_bytes_per_s())
-    profile = NumericsProfile(compute_dtype=args.compute, kv_cache_dtype=args.kv_cache_dtype)
-    runner = Runner(config, cases, backend, args.max_len, profile=profile, scheme=args.w8a8)
+    profile = NumericsProfile(
+        compute_dtype=args.compute, kv_cache_dtype=kv_cache_dtype_of(args.kv_cache_dtype)
+    )
+    runner = Runner(config, cases, backend, args.max_len, profile=profile, scheme=args.weights)
     if "invariant" in impls:
         runner.compile_ahead(cases)
     impls += [runner.add_draft(dtype) for dtype in args.drafts]

@@ -14,6 +14,7 @@ from jax import lax
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.models.layers import ForwardContext
 from detjax.models.params import padded_router_size
+from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.gradients.composed import row_sums
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
@@ -27,6 +28,7 @@ from detjax.pallas_kernels.swiglu.api import swiglu
 from detjax.training.formulas import plain_swiglu
 from detjax.training.gradients import (
     COLUMN_AXIS,
+    OUT_BLOCK,
     ROW_AXIS,
     CanonicalSums,
     GradientSums,
@@ -50,7 +52,8 @@ def router_logits(
     """Multiply by a router as it is stored, or by the gate of a shared expert: `linear.api.linear`.
 
     A canonical gradient rounds the cotangents of logits to the activations' dtype, as those of the
-    log-softmax are. A router of sigmoids is float32, and its row's cotangent is a float32 product.
+    log-softmax are. A router of sigmoids is float32, and its row's cotangent is `linear` of these
+    and the float32 weights.
     """
     is_wide = ctx.config.has_sigmoid_router and out_dtype == FLOAT32
     dtype = FLOAT32 if is_wide else ctx.profile.param_dtype
@@ -65,10 +68,15 @@ def router_logits(
     def gradient(args, _, cotangent):
         x, w = args
         if isinstance(sums, CanonicalSums):
-            rounded = cotangent.astype(x.dtype)
-            wide = rounded.astype(FLOAT32) if is_wide else rounded
-            of_x = sums.rows_times(wide, w.astype(dtype).T).astype(x.dtype)
-            return of_x, sums.of_weights(rounded, x)
+            rounded, back = cotangent.astype(x.dtype), w.astype(dtype).T
+            if is_wide:  # ORDER: no rank has a share of it, so it is one leaf, as in serving
+                back = pad_axis(pad_axis(back, 1, OUT_BLOCK), 0, OUT_BLOCK)
+                of_x = linear_kernel(
+                    pad_axis(rounded, 1, OUT_BLOCK), back, out_dtype=FLOAT32, backend=ctx.backend
+                )[:, : x.shape[1]]
+            else:
+                of_x = sums.rows_times(rounded, back)
+            return of_x.astype(x.dtype), sums.of_weights(rounded, x)
         wide = cotangent.astype(FLOAT32)
         of_x, of_w = linear_gradients(sums, x.astype(FLOAT32), w, wide, dtype)
         return of_x.astype(x.dtype), of_w

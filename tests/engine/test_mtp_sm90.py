@@ -26,6 +26,7 @@ from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.mtp import random_mtp_head
+from detjax.testing.quantized import quantized_model
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +61,8 @@ CONFIGS |= {
         ),
     ),
 }  # fmt: skip
+PACKED = "mimo as int4-w4a16"
+CONFIGS[PACKED] = CONFIGS["mimo"]
 DENSE = "mimo", "qwen3_5_text"
 """Whose heads ranks can share a model with."""
 PROMPT = tuple(int(t) for t in np.random.default_rng(2).integers(0, VOCAB, 200))
@@ -72,19 +75,20 @@ DRAFTS = {"draft_weights": "mtp", "verify_window": 5, "verify_rows": 4, "verify_
 
 @pytest.fixture(autouse=True)
 def nothing_is_withheld(monkeypatch):
-    """Heads with experts are until these tests have run."""
+    """Heads with experts, and of quantised models, are until these tests have run."""
     monkeypatch.setattr(sm90, "withheld", Withheld())
 
 
 def layout_of(family: str) -> MtpLayout:
-    found = family_named(family)
+    found = family_named(family.partition(" ")[0])
     assert found is not None and found.mtp is not None
     return found.mtp
 
 
 @cache
 def model(family: str, tp: int = 1) -> LoadedModel:
-    return dummy_model(CONFIGS[family], tp=tp, backend=Backend.SM90)
+    made = dummy_model(CONFIGS[family], tp=tp, backend=Backend.SM90)
+    return quantized_model(made, "int4-w4a16") if family == PACKED else made
 
 
 @cache

@@ -15,10 +15,14 @@ import numpy as np
 import optax
 import pytest
 
+from detjax.models.config import ModelConfig
+from detjax.models.hf_config import config_from_hf
 from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
+from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -34,14 +38,56 @@ SIZES: dict[str, Any] = {
     "num_layers": 1, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
     "intermediate_size": 512,
 }  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+    "max_position_embeddings": 1024, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTURE = SMALL | {
+    "tie_word_embeddings": False, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def published(architecture: str, **values) -> ModelConfig:
+    """The family's own form in a small size."""
+    return config_from_hf({"architectures": [architecture], **values})
+
+
 CONFIGS = {
     "dense": dummy_config(**SIZES, qk_norm=True, qkv_bias=True, window=70),
     "lora": dummy_config(**SIZES),
     "experts": dummy_config(**SIZES, experts=(8, 3), expert_width=128),
-}
+    # GeGLU, gains of 1 + w, a table times a factor, windows in every other layer.
+    "gemma3": published(
+        "Gemma3ForCausalLM", **SMALL, sliding_window=70, query_pre_attn_scalar=64,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "granite": published(
+        "GraniteForCausalLM", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22,
+        attention_multiplier=0.125, logits_scaling=8.0, rms_norm_eps=1e-5,
+    ),
+    # A shared expert with a gate.
+    "qwen2_moe": published(
+        "Qwen2MoeForCausalLM", **MIXTURE, num_experts=8, shared_expert_intermediate_size=256,
+        decoder_sparse_step=1,
+    ),
+    # A router of sigmoids with a correction, a shared expert, part of a head rotated.
+    "glm4_moe": published(
+        "Glm4MoeForCausalLM", **MIXTURE, n_routed_experts=8, n_shared_experts=1,
+        routed_scaling_factor=1.5, first_k_dense_replace=1, n_group=1, topk_group=1,
+        partial_rotary_factor=0.5, use_qk_norm=True, attention_bias=True,
+    ),
+}  # fmt: skip
 LORA = LoraConfig(rank=8, alpha=16.0)
 LENGTH = 80
 """More than a leaf of tokens, and than the window."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_withheld(monkeypatch):
+    """The later families are until these tests have run."""
+    monkeypatch.setattr(sm90, "withheld", Withheld())
 
 
 @pytest.fixture(scope="module")

@@ -339,6 +339,12 @@ def can_pack(shape: tuple[int, int], group_len: int) -> bool:
     return is_whole and fits and shape[1] % group_len == 0
 
 
+def packed_shape(shape: tuple[int, int], code_type: CodeType) -> tuple[int, int, int, int]:
+    """Of the int32 words of a matrix [N, K] of whole blocks."""
+    lines = code_type.block_words // WORDS_PER_LINE
+    return shape[0] // BLOCK, shape[1] // BLOCK, lines, WORDS_PER_LINE
+
+
 def pack_codes(codes: np.ndarray, code_type: CodeType) -> np.ndarray:
     """Store codes in the order in which threads read them.
 
@@ -364,8 +370,7 @@ def pack_codes(codes: np.ndarray, code_type: CodeType) -> np.ndarray:
         split = split.reshape(*split.shape[:5], 2, 4, 4, 2)
         packed = split.transpose(0, 4, 5, 1, 3, 7, 6, 2, 8)
     words = np.ascontiguousarray(packed, dtype=np.uint8).reshape(-1).view("<i4")
-    lines = code_type.block_words // WORDS_PER_LINE
-    return words.reshape(num_rows // BLOCK, num_columns // BLOCK, lines, WORDS_PER_LINE)
+    return words.reshape(packed_shape(codes.shape, code_type))
 
 
 def unpack_codes(codes, code_type: CodeType) -> jax.Array:

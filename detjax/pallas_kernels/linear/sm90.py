@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.numerics import Reduction
+from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.linear import sm90_float32
 from detjax.pallas_kernels.linear.quantized import BLOCK, Coding, QuantizedMatrix
 from detjax.pallas_kernels.linear.sm90_expand import expand
@@ -128,9 +129,12 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     """
     if (x.dtype, w.dtype) == (jnp.bfloat16, jnp.float32):
         # ORDER: of each part of the weights, then the parts, smallest first, then the bias.
+        if (num_out := w.shape[0]) < LANES:  # a router of few experts
+            w = pad_axis(w, 0, LANES)
+            bias = None if bias is None else pad_axis(bias, 0, LANES)
         parts = sm90_float32.split_rows(w).reshape(-1, w.shape[1])
         sums = linear(x, parts, None, out_dtype=jnp.dtype(jnp.float32))
-        return sm90_float32.add_weight_parts(sums, bias, out_dtype=out_dtype)
+        return sm90_float32.add_weight_parts(sums, bias, out_dtype=out_dtype)[:, :num_out]
     w = readable(x, w, leaf_len=x.shape[1])
     if x.dtype == jnp.float32:
         return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)
