@@ -27,9 +27,10 @@ from detjax.models.params import tensor_specs
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights.reading import readings
 from detjax.training.batch import Batch
-from detjax.training.forward import final_hidden, output_head
+from detjax.training.forward import final_hidden
 from detjax.training.gradients import Backward
 from detjax.training.logits import logits_lse, token_logits
+from detjax.training.rounding import by_use
 from detjax.training.score import Scorer
 from detjax.training.weights import master_params, serving_params
 
@@ -159,12 +160,12 @@ class DetjaxActor(nnx.Module):
             length=length,
         )
         weights = {name: param[...] for name, param in self.weights.items()}
-        params = _masters(self.ctx, weights)
+        params = by_use(_masters(self.ctx, weights), self.ctx.config, self.ctx.profile.param_dtype)
         tables = self.cos[...], self.sin[...]
         hidden = final_hidden(
             self.ctx, params, tables, batch, remat=self.remat, backward=Backward.XLA
         )
-        logits = token_logits(self.ctx, hidden, output_head(params))
+        logits = token_logits(self.ctx, hidden, params["lm_head"])
         lse = logits_lse(self.ctx, logits)
         return Logits(logits.reshape(num_sequences, length, -1), lse.reshape(row.shape)), None
 

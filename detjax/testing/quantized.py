@@ -46,6 +46,10 @@ def quantized_model(model: LoadedModel, scheme: str) -> LoadedModel:
     for layer in model.params["layers"]:
         for name in sorted(names & set(layer)):
             layer[name] = convert(layer[name], next(keys))
+    # By way of the host, as holes of the bfloat16 matrices would leave no room for a cache.
+    shardings = jax.tree.map(lambda x: x.sharding, model.params["layers"])
+    layers = jax.device_get(model.params.pop("layers"))
+    model.params["layers"] = jax.device_put(layers, shardings)
     specs = with_packed_specs(model.partition_specs, model.params)
     return dataclasses.replace(model, partition_specs=specs, matrix_form=form)
 

@@ -16,6 +16,7 @@ from detjax.training import expert_operations as expert_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
 from detjax.training.gradients import Backward, GradientSums, sums_of
+from detjax.training.rounding import by_use
 from detjax.training.sharing import why_layers_not_shared
 
 
@@ -185,7 +186,8 @@ def token_logprobs(
 
     Args:
         ctx: The model. With a tp of 2 or more, inside `shard_map`, ranks share its layers.
-        params: Float32 masters, as `weights.master_params` gives them; of ranks as `sharing` says.
+        params: Float32 masters, as `weights.master_params` gives them, or by use; of ranks as
+            `sharing` says.
         rope_tables: Of the model.
         batch: Rows.
         remat: Keep one activation a layer for the backward pass and compute the rest again.
@@ -202,9 +204,10 @@ def token_logprobs(
         rematerialisation or without, and, as the engine's are mesh-invariant, for any tp of it.
         Gradients: docs/training.md.
     """
+    params = by_use(params, ctx.config, ctx.profile.param_dtype)
     hidden = final_hidden(ctx, params, rope_tables, batch, remat=remat, backward=backward)
     sums = _sums(ctx, batch, backward)
-    return ops.token_logprobs(ctx, sums, hidden, output_head(params), batch.targets)
+    return ops.token_logprobs(ctx, sums, hidden, params["lm_head"], batch.targets)
 
 
 def _sums(ctx: ForwardContext, batch: Batch, backward: Backward) -> GradientSums:
@@ -239,6 +242,7 @@ def token_logprobs_and_balance(
     """
     if ctx.config.experts is None:
         raise ValueError("the model has no mixtures of experts, so there is no balance of them")
+    params = by_use(params, ctx.config, ctx.profile.param_dtype)
     zeros = jnp.zeros(ctx.config.experts.num_experts, jnp.float32)
     counted, hidden = _run(
         ctx, params, rope_tables, batch, Balance(zeros, zeros, jnp.float32(0)),
@@ -247,13 +251,8 @@ def token_logprobs_and_balance(
     assert counted is not None  # it was given one
     share = lax.stop_gradient(counted.num_rows) / counted.rows
     balance = zeros.size * jnp.sum(share * counted.probabilities / counted.rows)
-    sums, head = _sums(ctx, batch, Backward.XLA), output_head(params)
+    sums, head = _sums(ctx, batch, Backward.XLA), params["lm_head"]
     return ops.token_logprobs(ctx, sums, hidden, head, batch.targets), balance
-
-
-def output_head(params: dict[str, Any]) -> Float32[Array, "V D"]:
-    """Return the master of the matrix that makes logits: the table, if it is tied."""
-    return params.get("lm_head", params["embed"])
 
 
 def final_hidden(
@@ -293,5 +292,6 @@ def _run(
 
     sums = _sums(ctx, batch, backward)
     own = TrainingOps(ctx=ctx, sums=sums, batch=batch, positions=positions, cos=cos, sin=sin)
+    params = by_use(params, ctx.config, ctx.profile.param_dtype)
     balance, stream = run_layers(own, params, batch.ids, balance, remat=remat)
     return balance, stream.x

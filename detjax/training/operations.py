@@ -49,27 +49,24 @@ from detjax.training.gradients import (
     with_gradient,
 )
 from detjax.training.lora import AdaptedMaster
-from detjax.training.rounding import stored_gain, stored_table, tied_factor
+from detjax.training.rounding import stored_gain
 
 
 def embed(
     ctx: ForwardContext, sums: GradientSums, table: Float32[Array, "V D"], ids: Int32[Array, " M"]
 ) -> Activation[Array, "M D"]:
-    """Look up one row a token: `embedding.api.embed`."""
+    """Look up one row a token: `embedding.api.embed`. The table is by use."""
     profile = ctx.profile
 
     def kernel(table, ids):
-        stored = stored_table(table, ctx.config, profile.param_dtype)
+        stored = table.astype(profile.param_dtype)
         return embed_kernel(stored, ids, out_dtype=profile.activation_dtype, backend=ctx.backend)
 
     def gradient(args, _, cotangent):
         table, ids = args
         # WHY: a product, since a scatter-add has no order.
         is_token = jax.nn.one_hot(ids, table.shape[0], dtype=cotangent.dtype)
-        of_table = sums.of_weights(is_token, cotangent)
-        # ROUND: the sum times the factor, where there is one.
-        factor = tied_factor(ctx.config, profile.param_dtype)
-        return of_table if factor == 1 else of_table * jnp.float32(factor), None
+        return sums.of_weights(is_token, cotangent), None
 
     return with_gradient(kernel, gradient)(table, ids)
 

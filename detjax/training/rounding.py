@@ -6,6 +6,9 @@ a tied table may be the head times a factor (docs/numerics.md#families). Trainin
 `weights.serving_params` round alike, so that a saved model has the weights that were trained.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,6 +30,48 @@ def stored_gain(
     offset = jnp.float32(config.gain_offset)
     # WHY: a compiler may take the two for nothing.
     return lax.optimization_barrier(gain - offset) + offset
+
+
+def by_use(params: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> dict[str, Any]:
+    """Masters by use: of a tied table "lm_head", and "embed", the table that tokens look up.
+
+    Each use has a sum over tokens of its own. Parameters that are by use already stay.
+    """
+    if not config.tie_word_embeddings or "lm_head" in params:
+        return params
+    master = params["embed"]
+    if tied_factor(config, dtype) == 1:
+        return params | {"lm_head": master}
+
+    @jax.custom_vjp
+    def scaled(master):
+        return stored_table(master, config, dtype).astype(jnp.float32)
+
+    scaled.defvjp(
+        lambda master: (scaled(master), None), lambda _, own: (of_table(own, config, dtype),)
+    )
+    return params | {"lm_head": master, "embed": scaled(master)}
+
+
+def of_masters(total: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> dict[str, Any]:
+    """The gradient of masters, of that of their uses: a table's two are added once, at the end."""
+    if not config.tie_word_embeddings:
+        return total
+    total = dict(total)
+    own = of_table(total["embed"], config, dtype)
+    return total | {"embed": own + total.pop("lm_head")}
+
+
+def of_table(
+    own: Float32[Array, "V D"], config: ModelConfig, dtype: jnp.dtype
+) -> Float32[Array, "V D"]:
+    """The cotangent of a master, of that of the table that it is times the factor.
+
+    # ROUND: the product, before anything is added to it.
+    """
+    if (factor := tied_factor(config, dtype)) == 1:
+        return own
+    return lax.optimization_barrier(own * jnp.float32(factor))
 
 
 def stored_table(

@@ -36,6 +36,7 @@ from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
+from detjax.training.rounding import by_use, of_masters
 from detjax.training.sharing import replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
 from detjax.training.weights import master_params, master_shapes, move_bits
@@ -259,18 +260,16 @@ class Trainer:
                     f"vocabulary is 0 to {vocab_size - 1}"
                 )
 
-    def _used(self, params: dict) -> dict:
-        """Masters by use: a tied table is used twice, and each use has its own sum over tokens."""
+    def _used(self, tree: dict) -> dict:
+        """A tree over masters as one over their uses (`rounding.by_use`): layouts, and shapes."""
         if self._lora is None and self._model.config.tie_word_embeddings:
-            return params | {"lm_head": params["embed"]}
-        return params
+            return tree | {"lm_head": tree["embed"]}
+        return tree
 
     def _tied(self, total: dict) -> dict:
-        """The gradient of masters, of that of their uses: two uses are added once, at the end."""
-        if self._lora is None and self._model.config.tie_word_embeddings:
-            total = dict(total)
-            return total | {"embed": total["embed"] + total.pop("lm_head")}
-        return total
+        if self._lora is not None:
+            return total
+        return of_masters(total, self._model.config, self._model.profile.param_dtype)
 
     def _local_gather(self, params: dict) -> dict:
         """Gather on every device what it has while it computes, by copies only."""
@@ -298,8 +297,10 @@ class Trainer:
             total = -jnp.sum(batch.weights * values[0])
             return total + self._balance_weight * balance, values
 
+        if lora is None:
+            params = by_use(params, model.config, model.profile.param_dtype)
         if self._balance_weight:
-            return jax.grad(balanced_loss, has_aux=True)(self._used(params))
+            return jax.grad(balanced_loss, has_aux=True)(params)
 
         def loss(params):
             if lora is not None:
@@ -309,7 +310,7 @@ class Trainer:
             )
             return -jnp.sum(batch.weights * values[0]), values
 
-        return jax.grad(loss, has_aux=True)(self._used(params))
+        return jax.grad(loss, has_aux=True)(params)
 
     def _local_reduce(self, gradients: dict) -> dict:
         """Add the levels of the tree above the replicas, neighbours first."""

@@ -82,7 +82,7 @@ def nothing_is_withheld(monkeypatch):
 def layout_of(family: str) -> MtpLayout:
     found = family_named(family.partition(" ")[0])
     assert found is not None and found.mtp is not None
-    return found.mtp
+    return found.mtp.behind(CONFIGS[family].num_layers)
 
 
 @cache

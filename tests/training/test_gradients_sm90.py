@@ -58,10 +58,10 @@ CONFIGS = {
     "dense": dummy_config(**SIZES, qk_norm=True, qkv_bias=True, window=70),
     "lora": dummy_config(**SIZES),
     "experts": dummy_config(**SIZES, experts=(8, 3), expert_width=128),
-    # GeGLU, gains of 1 + w, a table times a factor, windows in every other layer.
+    # GeGLU, gains of 1 + w, a table times 19.625, windows in every other layer.
     "gemma3": published(
-        "Gemma3ForCausalLM", **SMALL, sliding_window=70, query_pre_attn_scalar=64,
-        layer_types=["sliding_attention", "full_attention"],
+        "Gemma3ForCausalLM", **SMALL | {"hidden_size": 384}, sliding_window=70,
+        query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention"],
     ),
     "granite": published(
         "GraniteForCausalLM", **SMALL, embedding_multiplier=12.0, residual_multiplier=0.22,
@@ -120,21 +120,37 @@ def some_steps_later(state: TrainState) -> TrainState:
 
 
 def gradient(of: Trainer, sequences: list[Scored], size: int) -> dict[str, np.ndarray]:
-    """Of the step's list of sequences, in microbatches of `size`, by name."""
+    """Of the step's list of sequences, in microbatches of `size`, by name.
+
+    A correction of a router has none: it has a part in the choice alone.
+    """
     batches = [pack(sequences[i : i + size], length=LENGTH) for i in range(0, len(sequences), size)]
     state, _ = of.step(some_steps_later(of.init()), batches)
-    return {
+    found = {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
     }
+    corrections = {name for name in found if "router_correction" in name}
+    assert not any(found[name].any() for name in corrections)
+    return {name: leaf for name, leaf in found.items() if name not in corrections}
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("case", CONFIGS)
 def test_gradients_on_a_gpu_are_bitwise_batch_invariant(case, sequences):
+    assert_batch_invariant(trainer(case, Backend.SM90), sequences)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", ["gemma3", "granite", "qwen2_moe", "glm4_moe"])
+def test_gradients_of_families_are_bitwise_batch_invariant(case, sequences):
+    assert_batch_invariant(trainer(case, Backend.PORTABLE), sequences)
+
+
+def assert_batch_invariant(of: Trainer, sequences: list[Scored]) -> None:
     """Microbatches of four, two and one. The probe: another order of the list has other bits."""
-    of = trainer(case, Backend.SM90)
     expected = gradient(of, sequences, 4)
     assert all(np.isfinite(leaf).all() and leaf.any() for leaf in expected.values())
     parts = [gradient(of, [one], 1) for one in sequences]
@@ -181,7 +197,8 @@ def test_gradients_on_a_gpu_are_near_those_of_the_reference(case, sequences):
     expected = gradient(trainer(case, Backend.REFERENCE), sequences, 4)
     found = gradient(trainer(case, Backend.SM90), sequences, 4)
     for name, want in expected.items():
-        error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
+        size = np.linalg.norm(expected[name.replace("k_bias", "q_bias")])
+        error = np.linalg.norm(found[name] - want) / size
         assert error <= 5e-3, f"{name}: {error:.2g} of its norm"
 
 
