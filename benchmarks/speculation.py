@@ -6,7 +6,7 @@ python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --pro
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --shapes tiny --backend portable --layers 1 --tokens 16
 python -m benchmarks.speculation --replay 0.74 --drafts 4
-python -m benchmarks.speculation --replay 0.74 --drafts 4 --model FOLDER --quantized w8a8
+python -m benchmarks.speculation --replay 0.74 --drafts 4 --weights int8-w8a8
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt \
     --mode invariant dvr --temperature 0 0.8 --batch 32 --requests 256 --control
 
@@ -61,12 +61,14 @@ from detjax.models.heads.eagle import load_eagle_head, place_eagle_head, tensor_
 from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
+from detjax.models.quantization.quantize import RECIPES
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_draft_model, load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.eagle import dummy_eagle, dummy_ids
+from detjax.testing.quantized import quantized_model
 
 _ADDS = {"o", "o_bias", "down", "expert_down"}
 """Weights of a layer whose products are added to the residual stream."""
@@ -109,6 +111,8 @@ def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
         f"noise {noise:g}": first_layers(model, args.layers, noise) for noise in args.noise
     }
     if args.replay is not None:
+        if args.weights != "bfloat16":
+            model = quantized_model(model, args.weights)
         drafts = {"replayed": replaying_head(model)}
     return Subject(model=model, drafts=drafts, prompts=random_prompts(args, config.vocab_size))
 
@@ -358,6 +362,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 1.0])
     parser.add_argument("--replay", type=float, help="how often a draft is right, from 0 to 1")
+    parser.add_argument(
+        "--weights", choices=["bfloat16", *RECIPES], default="bfloat16",
+        help="with --replay and random weights: of the layers' matrices",
+    )  # fmt: skip
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--drafts", type=int, default=3, help="tokens a window")
@@ -386,8 +394,11 @@ def main() -> None:
     has_drafts = args.replay is not None or (args.draft or args.head) and args.prompts_file
     if args.model is not None and not has_drafts:
         parser.error("--model needs --replay, or --prompts-file and --draft or --head")
+    if args.weights != "bfloat16" and (args.replay is None or args.model is not None):
+        parser.error("--weights needs --replay, and no --model")
     backend = Backend(args.backend)
     what = args.model or f"{args.shapes}, {args.layers} layers that add"
+    what += f", {args.weights}" * (args.weights != "bfloat16")
     what += f", {args.quantized}" * (args.quantized != "auto")
     rows = Rows(environment(backend) | {"model": what, "backend": args.backend}, args.out)
     subject = loaded_subject(args) if args.model is not None else random_subject(args, backend)

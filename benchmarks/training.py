@@ -3,11 +3,14 @@
 
 python -m benchmarks.training --backend sm90 --out training.jsonl
 python -m benchmarks.training --backend portable --cases tiny --steps 2
+python -m benchmarks.training --shapes novels_130m --cases long --remat
+python -m benchmarks.training --shapes llama3_8b --layers 8 --lora-rank 16 --cases long --remat
 
-Each case is a list of random sequences for the bundled model: as one microbatch by either backward
-pass, and as two halves by the canonical one. Each of them compiles in a process of its own, side by
-side; then one after the other is timed. The exit status is 3 if the two cuts give the canonical
-weights other bits, and 4 if a process had no answer within the patience.
+Each case is a list of random sequences for the bundled model, or for random weights of `--shapes`.
+All weights are trained, or an adapter of `--lora-rank`. The list is one microbatch by either
+backward pass, and two halves by the canonical one. Each of them compiles in a process of its own,
+side by side; then one after the other is timed. The exit status is 3 if the two cuts give the
+canonical weights other bits, and 4 if a process had no answer within the patience.
 """
 
 import argparse
@@ -27,13 +30,15 @@ import numpy as np
 import optax
 
 from benchmarks.common import Rows, environment
+from benchmarks.step import MODELS as SHAPES
 from detjax.models.bundled import bundled_model_path
-from detjax.models.loading import load_model
+from detjax.models.loading import LoadedModel, load_model, random_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.training.batch import Batch, Scored, pack
 from detjax.training.gradients import Backward
+from detjax.training.lora import LoraConfig
 from detjax.training.trainer import Trainer, TrainState
 
 
@@ -74,16 +79,11 @@ ARMS = ((Backward.XLA, 1), (Backward.CANONICAL, 1), (Backward.CANONICAL, 2))
 def run_arm(args: argparse.Namespace) -> None:
     """Compile and make a first step, whose state is hashed; on a line of input time more."""
     backend, case = Backend(args.backend), args.cases[0]
-    model = load_model(
-        str(bundled_model_path()),
-        profile=NumericsProfile(),
-        mesh=make_mesh(1, 1, platform=backend.platform),
-        backend=backend,
-    )
+    model = model_of(args, backend)
     batches = batches_of(CASES[case], model.config.vocab_size, args.parts)
     trainer = Trainer(
-        model, optax.adam(1e-5), mesh=model.mesh, clip_norm=1.0, remat=False,
-        backward=Backward(args.backward),
+        model, optax.adam(1e-5), mesh=model.mesh, clip_norm=1.0, remat=args.remat,
+        backward=Backward(args.backward), lora=lora_of(args),
     )  # fmt: skip
     state, first_s = timed_step(trainer, trainer.init(), batches)
     digest = hashlib.sha256()
@@ -101,6 +101,22 @@ def run_arm(args: argparse.Namespace) -> None:
     print(json.dumps(timed), flush=True)
 
 
+def model_of(args: argparse.Namespace, backend: Backend) -> LoadedModel:
+    """The bundled model, or random weights of these shapes."""
+    where = {"mesh": make_mesh(1, 1, platform=backend.platform), "backend": backend}
+    profile = NumericsProfile()
+    if not args.shapes:
+        return load_model(str(bundled_model_path()), profile=profile, **where)
+    config = SHAPES[args.shapes]
+    config = config.with_layers(range(args.layers or config.num_layers))
+    return random_model(config, seed=0, profile=profile, **where)
+
+
+def lora_of(args: argparse.Namespace) -> LoraConfig | None:
+    """The adapter that is trained, if one is."""
+    return LoraConfig(rank=args.lora_rank, alpha=16.0) if args.lora_rank else None
+
+
 def timed_step(
     trainer: Trainer, state: TrainState, batches: list[Batch]
 ) -> tuple[TrainState, float]:
@@ -116,6 +132,8 @@ def start(args: argparse.Namespace, case: str, backward: Backward, parts: int) -
     command = [
         sys.executable, "-m", "benchmarks.training", "--backend", args.backend, "--cases", case,
         "--steps", str(args.steps), "--backward", backward.value, "--parts", str(parts),
+        "--layers", str(args.layers), "--lora-rank", str(args.lora_rank),
+        *(["--shapes", args.shapes] if args.shapes else []), *["--remat"] * args.remat,
     ]  # fmt: skip
     shared = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return subprocess.Popen(
@@ -150,7 +168,10 @@ def measure(args: argparse.Namespace) -> int:
         if first is None:
             arm.kill()
             continue
-        card = first.pop("card") | {"model": "novels-6m", "backend": args.backend}
+        card = first.pop("card") | {
+            "model": args.shapes or "novels-6m", "layers": args.layers or "all",
+            "lora_rank": args.lora_rank, "remat": args.remat, "backend": args.backend,
+        }  # fmt: skip
         rows = rows or Rows(card, args.out)
         timed = json.loads(arm.communicate("go\n")[0])
         base.setdefault(first["case"], timed["step_s"] if first["backward"] == "xla" else None)
@@ -174,6 +195,12 @@ def main() -> None:
     )
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--cases", choices=CASES, nargs="+", default=["short", "long"])
+    parser.add_argument("--shapes", choices=SHAPES, help="random weights, not the bundled model")
+    parser.add_argument("--layers", type=int, default=0, help="with --shapes: fewer; all if 0")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter; 0 for weights")
+    parser.add_argument(
+        "--remat", action="store_true", help="keep one activation a layer, compute the rest again"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed, after the first")
     parser.add_argument("--patience", type=float, default=600, help="seconds until all are ready")
     parser.add_argument("--out", help="write JSON rows here")

@@ -63,6 +63,7 @@ def _rounded(recipe: Recipe, model: LoadedModel):
         shape = (*experts, n // recipe.block_rows, recipe.block_rows, k // columns, columns)
         blocks = w.astype(jnp.float32).reshape(shape)
         scales = jnp.max(jnp.abs(blocks), axis=(-3, -1)) / LARGEST[dtype.name]
+        scales = jnp.where(scales == 0, 1, scales)
         values = blocks / scales[..., :, None, :, None]
         values = values if recipe.is_float else jnp.round(values)
         return W8A8Matrix(
