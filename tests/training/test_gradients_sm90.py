@@ -19,6 +19,7 @@ from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -39,6 +40,18 @@ CONFIGS = {
     "lora": dummy_config(**SIZES),
     "experts": dummy_config(**SIZES, experts=(8, 3), expert_width=128),
 }
+_EXPERTS = CONFIGS["experts"].experts
+assert _EXPERTS is not None
+TRACED = CONFIGS | {
+    "sinks": dataclasses.replace(CONFIGS["dense"], has_sinks=True),
+    "caps": dataclasses.replace(CONFIGS["lora"], attention_softcap=5.0, logits_softcap=6.0),
+    "biases": dataclasses.replace(
+        CONFIGS["experts"],
+        experts=dataclasses.replace(_EXPERTS, clamp=SwigluClamp(alpha=1.702, limit=7.0)),
+    ),
+}
+"""And what is withheld on a GPU."""
+
 LORA = LoraConfig(rank=8, alpha=16.0)
 LENGTH = 80
 """More than a leaf of tokens, and than the window."""
@@ -168,6 +181,8 @@ def test_sums_over_tokens_are_one_tree_however_many_are_made_at_once(at_once):
 def test_heads_have_their_gradients_however_many_are_made_at_once():
     """Two sequences of two query heads: one after the other, two at once, and all four.
 
+    With a cap and sinks.
+
     The control adds keys, queries and channels backwards.
     """
     q, out, of_out = (_rows(2, 2, 128, 16, seed=i) for i in range(3))
@@ -178,7 +193,8 @@ def test_heads_have_their_gradients_however_many_are_made_at_once():
 
     def gradients(at_once: int, linear=REFERENCE_FORWARD.linear) -> list[np.ndarray]:
         kernels = dataclasses.replace(REFERENCE_FORWARD, at_once=at_once * 128**2, linear=linear)
-        run = jax.jit(functools.partial(composed.attention_gradient, kernels, window=None))
+        options = {"window": None, "softcap": 2.0, "sinks": jnp.asarray([0.5, -1.0])}
+        run = jax.jit(functools.partial(composed.attention_gradient, kernels, **options))
         return [np.asarray(x) for x in run(q, k, v, out, of_out, None)]
 
     expected = gradients(0)
@@ -186,16 +202,16 @@ def test_heads_have_their_gradients_however_many_are_made_at_once():
     for at_once in (2, 4):
         for x, y in zip(gradients(at_once), expected, strict=True):
             assert_bitwise_equal(x, y, claim=f"{at_once} heads at once")
-    turned = gradients(4, backwards)
-    assert all(count_different_bits(x, y) > 0 for x, y in zip(turned, expected, strict=True))
+    turned = gradients(4, backwards)[:3]  # scores have 16 channels: one step, whatever its order
+    assert all(count_different_bits(x, y) > 0 for x, y in zip(turned, expected[:3], strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", TRACED)
 @pytest.mark.parametrize("count", (1, 4))
 def test_gradients_are_traced_for_a_gpu(case, count, sequences):
     """On any machine: shapes and dtypes that a kernel does not take are refused."""
-    model = dummy_model(CONFIGS[case])
+    model = dummy_model(TRACED[case])
     ctx = ForwardContext(config=model.config, profile=model.profile, backend=Backend.SM90, tp=1)
     masters = master_params(model)
     trained = masters if case != "lora" else first_adapter(model.config, LORA, seed=0)
