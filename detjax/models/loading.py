@@ -130,7 +130,7 @@ class LoadedModel:
         Raises:
             ValueError: As `load_named_params` does, or if weights lie on the devices quantised.
         """
-        self._refuse_packed("take tensors by name")
+        self.refuse_packed("take tensors by name")
         return load_named_params(
             tensors,
             self.config,
@@ -201,7 +201,12 @@ class LoadedModel:
             )
         return with_scale_code_of(params, self.own_weights())
 
-    def _refuse_packed(self, what: str) -> None:
+    def refuse_packed(self, what: str) -> None:
+        """Refuse what codes of quantised weights do not do.
+
+        Raises:
+            ValueError: If weights lie on the devices as codes.
+        """
         if self.matrix_form is not MatrixForm.EXPANDED and has_packed(self.params):
             raise ValueError(
                 f"weights that lie on the devices quantised cannot {what}; load the model with "
@@ -248,7 +253,7 @@ class LoadedModel:
                 is read as one of its weights.
             OSError: If it cannot be written to.
         """
-        self._refuse_packed("be saved")
+        self.refuse_packed("be saved")
         if self.folder is None:
             raise ValueError(
                 "this model has random weights: it has no config.json and no tokenizer to save; "

@@ -188,8 +188,9 @@ class KernelSet(Protocol):
         ...
 
     def attention_gradient(
-        self, q, k, v, out, of_out, lengths, *, window: int | None
-    ) -> tuple[jax.Array, ...]:
+        self, q, k, v, out, of_out, lengths,
+        *, window: int | None, softcap: float | None = None, sinks=None,
+    ) -> tuple:  # fmt: skip
         """See `gradients.api.attention_gradient`; keys and values once for each query head."""
         ...
 
@@ -238,7 +239,7 @@ class KernelSet(Protocol):
         """See `moe.api.expert_mlp`."""
         ...
 
-    def expert_linear(self, x, experts, w) -> jax.Array:
+    def expert_linear(self, x, experts, w, bias=None) -> jax.Array:
         """See `moe.api.expert_linear`."""
         ...
 

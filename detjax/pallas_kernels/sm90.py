@@ -75,8 +75,9 @@ withheld = Withheld(
         "the backend reference or portable"
     ),
     later_gradients=(
-        "training of GeGLU, gains of 1 + w, tied tables with a factor, shared experts and routers "
-        "of sigmoids is withheld on sm90: no GPU has run it; use the backend reference or portable"
+        "training of GeGLU, gains of 1 + w, tied tables with a factor, shared experts, routers of "
+        "sigmoids, sinks, soft caps and experts with biases is withheld on sm90: no GPU has run "
+        "it; use the backend reference or portable"
     ),
     head_experts=(
         "heads with mixtures of experts are withheld on sm90: no run on a GPU has shown that they "

@@ -10,8 +10,8 @@ class Withheld:
 
     Attributes:
         float8_cache: Keys and values of 8 bits.
-        later_gradients: Training of GeGLU, gains in float32, scaled tables, shared experts and
-            routers of sigmoids.
+        later_gradients: Training of GeGLU, gains in float32, scaled tables, shared experts,
+            routers of sigmoids, sinks, soft caps and experts with biases.
         head_experts: Heads that draft with mixtures of experts.
         packed_mtp: MTP heads of models whose weights lie on the devices as they were quantised.
     """

@@ -31,6 +31,7 @@ class SelfAttention(NamedTuple):
         cos: [T, half].
         sin: [T, half].
         positions: int32 [B, T]; -1 from a sequence's end on.
+        sinks: Masters, [H], or None.
     """
 
     qkv: Any
@@ -38,6 +39,7 @@ class SelfAttention(NamedTuple):
     cos: Any
     sin: Any
     positions: Any
+    sinks: Any
 
 
 def attention_gradients(
@@ -48,27 +50,31 @@ def attention_gradients(
     of_out: Activation[Array, "B T H C"],
     *,
     window: int | None,
-) -> tuple[Activation[Array, "B T J C"], Gains]:
-    """Cotangents of heads and of gains."""
-    qkv, gains, cos, sin, positions = given
+) -> tuple[Activation[Array, "B T J C"], Gains, Float32[Array, " H"] | None]:
+    """Cotangents of heads, of gains and of sinks."""
+    qkv, gains, cos, sin, positions, sinks = given
+    if sinks is not None:
+        sinks = sinks.astype(ctx.profile.param_dtype).astype(jnp.float32)
     num_heads = ctx.config.num_heads // ctx.tp
     rotate = partial(rotated_heads, num_heads=num_heads, eps=ctx.config.rms_norm_eps)
     if isinstance(sums, CanonicalSums):
+        given = given._replace(sinks=sinks)
         return _canonical(ctx, sums, rotate, given, out, of_out, window)
 
     batch, length = positions.shape
+    options = {"window": window, "softcap": ctx.config.attention_softcap}
 
-    def formula(qkv, gains):
+    def formula(qkv, gains, sinks):
         # Padding comes after its sequence, so no token before it sees it.
         @jax.checkpoint
         def one(qkv):
             heads = rotate(qkv, cos, sin, gains)
-            return plain_attention(heads, num_heads=num_heads, window=window)
+            return plain_attention(heads, sinks, num_heads=num_heads, **options)
 
         at_once = max(MAX_SCORES // (num_heads * length**2), 1)
         return lax.map(one, qkv, batch_size=min(at_once, batch))
 
-    return jax.vjp(formula, qkv, gains)[1](of_out)
+    return jax.vjp(formula, qkv, gains, sinks)[1](of_out)
 
 
 def _canonical(
@@ -79,9 +85,9 @@ def _canonical(
     out: jax.Array,
     of_out: jax.Array,
     window: int | None,
-) -> tuple[jax.Array, Gains]:
+) -> tuple[jax.Array, Gains, jax.Array | None]:
     """Rotate again, in leaves; then each sequence and head by itself; then rotate back."""
-    (qkv, gains, cos, sin, _), own = given, sums.leaves
+    (qkv, gains, cos, sin, _, sinks), own = given, sums.leaves
     batch, length = qkv.shape[:2]
     num_heads = ctx.config.num_heads // ctx.tp
     num_kv = (qkv.shape[2] - num_heads) // 2
@@ -102,10 +108,12 @@ def _canonical(
     rows = tuple(in_leaves(x) for x in (qkv, *angles))
     heads = by_head(sums.by_leaf(lambda *rows: rotate(*rows, gains), *rows))
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
-    of_heads = attention_gradient(
-        q, k, v, by_head(padded(out)), by_head(padded(of_out)),
-        own.lengths, window=window, backend=sums.backend,
+    *of_heads, of_sinks = attention_gradient(
+        q, k, v, by_head(padded(out)), by_head(padded(of_out)), own.lengths,
+        window=window, softcap=ctx.config.attention_softcap, sinks=sinks, backend=sums.backend,
     )  # fmt: skip
+    if of_sinks is not None:
+        of_sinks = sums.of_places(jnp.moveaxis(of_sinks, 1, 2).reshape(-1, num_heads))
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
     cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
@@ -123,6 +131,6 @@ def _canonical(
     of_leaves, of_gains = sums.by_leaf(turn_back, *rows, cotangent)
     of_qkv = of_leaves.reshape(own.batch, own.length, *qkv.shape[2:])[:batch, :length]
     if gains is None:
-        return of_qkv, None
+        return of_qkv, None, of_sinks
     of_q_gain, of_k_gain = map(sums.of_heads, of_gains)
-    return of_qkv, (of_q_gain, of_k_gain)
+    return of_qkv, (of_q_gain, of_k_gain), of_sinks

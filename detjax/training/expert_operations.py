@@ -6,6 +6,7 @@ A pair of a row and one of its experts is a slot: slot `row * top_k + rank`.
 
 import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from detjax.pallas_kernels.moe.api import expert_linear
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
 from detjax.pallas_kernels.moe.api import route_by_sigmoid as route_by_sigmoid_kernel
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate as sigmoid_gate_kernel
 from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.training.formulas import plain_swiglu
 from detjax.training.gradients import (
     COLUMN_AXIS,
@@ -35,7 +37,7 @@ from detjax.training.gradients import (
     linear_gradients,
     with_gradient,
 )
-from detjax.training.operations import norm_gradients
+from detjax.training.operations import bias_gradient, norm_gradients
 from detjax.training.rounding import stored_gain
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -46,6 +48,7 @@ def router_logits(
     sums: GradientSums,
     x: Activation[Array, "M D"],
     w: Float32[Array, "U D"],
+    bias: Float32[Array, " U"] | None = None,
     *,
     out_dtype: jnp.dtype = FLOAT32,
 ) -> Activation[Array, "M U"]:
@@ -60,13 +63,15 @@ def router_logits(
     num_experts = w.shape[0]
     num_zeros = padded_router_size(num_experts) - num_experts
 
-    def kernel(x, w):
+    def kernel(x, w, bias):
         stored = jnp.pad(w.astype(dtype), ((0, num_zeros), (0, 0)))
-        logits = linear_kernel(x, stored, out_dtype=out_dtype, backend=ctx.backend)
+        if bias is not None:
+            bias = jnp.pad(bias.astype(dtype), (0, num_zeros))
+        logits = linear_kernel(x, stored, bias, out_dtype=out_dtype, backend=ctx.backend)
         return logits[:, :num_experts]
 
     def gradient(args, _, cotangent):
-        x, w = args
+        x, w, bias = args
         if isinstance(sums, CanonicalSums):
             rounded, back = cotangent.astype(x.dtype), w.astype(dtype).T
             if is_wide:  # ORDER: no rank has a share of it, so it is one leaf, as in serving
@@ -76,12 +81,13 @@ def router_logits(
                 )[:, : x.shape[1]]
             else:
                 of_x = sums.rows_times(rounded, back)
-            return of_x.astype(x.dtype), sums.of_weights(rounded, x)
+            of_w, of_bias = sums.of_weights(rounded, x), bias_gradient(sums, bias, rounded)
+            return of_x.astype(x.dtype), of_w, of_bias
         wide = cotangent.astype(FLOAT32)
         of_x, of_w = linear_gradients(sums, x.astype(FLOAT32), w, wide, dtype)
-        return of_x.astype(x.dtype), of_w
+        return of_x.astype(x.dtype), of_w, bias_gradient(sums, bias, wide)
 
-    return with_gradient(kernel, gradient)(x, w)
+    return with_gradient(kernel, gradient)(x, w, bias)
 
 
 def route(
@@ -197,66 +203,101 @@ def expert_mlp(
     expert_ids: Int32[Array, "M Q"],
     w_gate_up: Float32[Array, "U E D"],
     w_down: Float32[Array, "U D F"],
+    biases: tuple[Float32[Array, "U E"], Float32[Array, "U D"]] | None = None,
 ) -> Activation[Array, "M Q D"]:
-    """Run each row through its experts: `moe.api.expert_mlp`.
+    """Run each row through its experts: `moe.api.expert_mlp`. Those with biases have a clamp.
 
     Numerics:
         Gradients are canonical (docs/training.md), or ragged products of the slots sorted by
         expert, and a row's gradient is added over its experts in float32.
     """
-    dtype = ctx.profile.param_dtype
+    dtype, config = ctx.profile.param_dtype, ctx.config.experts
+    assert config is not None  # whoever has experts
+    clamp = config.clamp
 
-    def kernel(x, expert_ids, w_gate_up, w_down):
+    def kernel(x, expert_ids, w_gate_up, w_down, biases):
+        extras = None
+        if biases is not None:
+            assert clamp is not None  # of experts with biases
+            of_gate_up, of_down = (bias.astype(dtype) for bias in biases)
+            extras = ClampedExperts(gate_up_bias=of_gate_up, down_bias=of_down, clamp=clamp)
         return expert_mlp_kernel(
             x,
             expert_ids,
-            ExpertWeights(w_gate_up.astype(dtype), w_down.astype(dtype)),
+            ExpertWeights(w_gate_up.astype(dtype), w_down.astype(dtype), extras),
             first_expert=0,
             backend=ctx.backend,
         )
 
     def gradient(args, _, cotangent):
+        x, expert_ids, *matrices = args[:4]
+        biases = args[4] if args[4] is None else tuple(bias.astype(dtype) for bias in args[4])
+        given = (x, expert_ids, *(w.astype(dtype) for w in matrices), biases)
         if isinstance(sums, CanonicalSums):
-            return _canonical_mlp(sums, args, cotangent, dtype)
-        x, expert_ids, w_gate_up, w_down = args
-        top_k = expert_ids.shape[1]
-        experts = expert_ids.reshape(-1)
-        order = jnp.argsort(experts, stable=True)
-        sizes = jnp.bincount(experts, length=w_down.shape[0]).astype(jnp.int32)
-        rows = jnp.take(x, order // top_k, axis=0)
-        of_y = jnp.take(cotangent.reshape(-1, cotangent.shape[2]), order, axis=0)
-        w_gate_up, w_down = (w.astype(dtype).astype(x.dtype) for w in (w_gate_up, w_down))
-        gate_up = _ragged(rows, w_gate_up, sizes, COLUMN_AXIS).astype(x.dtype)
-        gated, of_gate_up = jax.vjp(plain_swiglu, gate_up)
-        of_gated = _ragged(of_y, w_down, sizes, ROW_AXIS).astype(x.dtype)
-        (of_gate_up,) = of_gate_up(of_gated)
-        of_rows = jnp.take(
-            _ragged(of_gate_up, w_gate_up, sizes, ROW_AXIS), jnp.argsort(order), axis=0
-        )
-        of_x = jnp.sum(of_rows.reshape(-1, top_k, x.shape[1]), axis=1).astype(x.dtype)
-        return of_x, None, _of_groups(of_gate_up, rows, sizes), _of_groups(of_y, gated, sizes)
+            return _canonical_mlp(sums, given, cotangent, clamp)
+        return _ragged_mlp(given, cotangent, clamp)
 
-    return with_gradient(kernel, gradient)(x, expert_ids, w_gate_up, w_down)
+    return with_gradient(kernel, gradient)(x, expert_ids, w_gate_up, w_down, biases)
 
 
-def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, dtype: jnp.dtype) -> tuple:
-    """Cotangents of rows, ids and both matrices.
+def _of_experts(of_groups: Callable, of_gate_up, rows, of_y, gated, *, has_biases: bool) -> tuple:
+    """Cotangents of both matrices, and of their biases, which multiply ones."""
+    if not has_biases:
+        return of_groups(of_gate_up, rows), of_groups(of_y, gated), None
+
+    def both(a, b):
+        ones = jnp.ones((len(b), 1), b.dtype)
+        joined = of_groups(a, jnp.concatenate([b, ones], axis=1))
+        return joined[..., :-1], joined[..., -1]
+
+    (of_w_gate_up, of_bias), (of_w_down, of_down_bias) = both(of_gate_up, rows), both(of_y, gated)
+    return of_w_gate_up, of_w_down, (of_bias, of_down_bias)
+
+
+def _ragged_mlp(args: tuple, cotangent, clamp: SwigluClamp | None) -> tuple:
+    """`_canonical_mlp` by products of the slots sorted by expert, in XLA's order."""
+    x, expert_ids, w_gate_up, w_down, biases = args
+    top_k = expert_ids.shape[1]
+    experts = expert_ids.reshape(-1)
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=w_down.shape[0]).astype(jnp.int32)
+    rows = jnp.take(x, order // top_k, axis=0)
+    of_y = jnp.take(cotangent.reshape(-1, cotangent.shape[2]), order, axis=0)
+    w_gate_up, w_down = (w.astype(x.dtype) for w in (w_gate_up, w_down))
+    gate_up = _ragged(rows, w_gate_up, sizes, COLUMN_AXIS)
+    if biases is not None:
+        gate_up = gate_up + biases[0].astype(jnp.float32)[experts[order]]
+    formula = functools.partial(plain_swiglu, clamp=clamp)
+    gated, of_gate_up = jax.vjp(formula, gate_up.astype(x.dtype))
+    of_gated = _ragged(of_y, w_down, sizes, ROW_AXIS).astype(x.dtype)
+    (of_gate_up,) = of_gate_up(of_gated)
+    of_rows = jnp.take(_ragged(of_gate_up, w_gate_up, sizes, ROW_AXIS), jnp.argsort(order), axis=0)
+    of_x = jnp.sum(of_rows.reshape(-1, top_k, x.shape[1]), axis=1).astype(x.dtype)
+    of_groups = functools.partial(_of_groups, sizes=sizes)
+    return (
+        of_x,
+        None,
+        *_of_experts(of_groups, of_gate_up, rows, of_y, gated, has_biases=biases is not None),
+    )
+
+
+def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, clamp: SwigluClamp | None) -> tuple:
+    """Cotangents of rows, ids, both matrices and their biases; weights are rounded.
 
     # ORDER: a slot's row by its expert alone, K in order, as forward; slots of a row left to right.
     """
-    x, expert_ids, w_gate_up, w_down = args
+    x, expert_ids, w_gate_up, w_down, biases = args
     num_rows, top_k = expert_ids.shape
-    w_gate_up, w_down = w_gate_up.astype(dtype), w_down.astype(dtype)
     multiply = functools.partial(
         expert_linear, experts=expert_ids.reshape(-1), backend=sums.backend
     )
-    of_matrix = functools.partial(
+    of_groups = functools.partial(
         sums.of_experts, expert_ids=expert_ids, num_experts=w_down.shape[0]
     )
 
     def of_gates(gate_up, of_gated):
         def formula(gate_up):  # [64, Q, E]
-            flat = plain_swiglu(gate_up.reshape(-1, gate_up.shape[2]))
+            flat = plain_swiglu(gate_up.reshape(-1, gate_up.shape[2]), clamp)
             return flat.reshape(*gate_up.shape[:2], -1)
 
         gate_up, of_gated = (x.reshape(num_rows, top_k, -1) for x in (gate_up, of_gated))
@@ -264,15 +305,19 @@ def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, dtype: jnp.dtype
 
     rows = jnp.repeat(x, top_k, axis=0)
     of_y = cotangent.reshape(num_rows * top_k, -1)
-    gate_up = multiply(rows, w=w_gate_up)
+    gate_up = multiply(rows, w=w_gate_up, bias=biases and biases[0])
     of_gated = multiply(of_y, w=w_down.swapaxes(1, 2))
     of_gate_up = of_gates(gate_up, of_gated).reshape(gate_up.shape)
     of_slots = multiply(of_gate_up, w=w_gate_up.swapaxes(1, 2)).astype(jnp.float32)
     # ROUND: each slot, and their sum, to the activations' dtype.
     ranks = list(jnp.moveaxis(of_slots.reshape(num_rows, top_k, -1), 1, 0))
     of_x = functools.reduce(operator.add, ranks).astype(x.dtype)
-    gated = swiglu(gate_up, backend=sums.backend)
-    return of_x, None, of_matrix(of_gate_up, rows), of_matrix(of_y, gated)
+    gated = swiglu(gate_up, clamp=clamp, backend=sums.backend)
+    return (
+        of_x,
+        None,
+        *_of_experts(of_groups, of_gate_up, rows, of_y, gated, has_biases=biases is not None),
+    )
 
 
 def _ragged(x, w, sizes, w_axis: int) -> Float32[Array, "X Y"]:
@@ -287,7 +332,7 @@ def _ragged(x, w, sizes, w_axis: int) -> Float32[Array, "X Y"]:
     )
 
 
-def _of_groups(a, b, sizes) -> Float32[Array, "U X Y"]:
+def _of_groups(a, b, *, sizes) -> Float32[Array, "U X Y"]:
     """Contract the rows of each group."""
     return lax.ragged_dot_general(
         a,

@@ -65,6 +65,7 @@ class TrainingOps:
             angles_of(config, self.cos, layer_idx),
             angles_of(config, self.sin, layer_idx),
             positions,
+            weights.get("sinks"),
             window=config.sliding_windows[layer_idx],
         )
         return cache, ops.to_rows(out.reshape(positions.size, -1), places), stream
@@ -96,11 +97,15 @@ class TrainingOps:
     def mix_experts(self, weights: dict, gain, stream: Stream, cache):
         """Run the operations of a server's one rank; `cache` counts for the balance."""
         ctx, sums, x = self.ctx, self.sums, stream.x
-        logits = expert_ops.router_logits(ctx, sums, x, weights["router"])
+        router_bias = weights.get("router_bias")
+        logits = expert_ops.router_logits(ctx, sums, x, weights["router"], router_bias)
         correction = weights.get("router_correction")
         expert_ids, expert_weights = expert_ops.route(ctx, sums, logits, correction)
         joined = _joined(weights, "expert_gate_up"), _joined(weights, "expert_down")
-        y = expert_ops.expert_mlp(ctx, sums, x, expert_ids, *joined)
+        biases = None
+        if ctx.config.has_clamped_experts:
+            biases = weights["expert_gate_up_bias"], weights["expert_down_bias"]
+        y = expert_ops.expert_mlp(ctx, sums, x, expert_ids, *joined, biases)
         if ctx.config.has_shared_expert:
             y = jnp.concatenate([y, self._shared_expert(weights, x)[:, None]], axis=1)
             ones = jnp.ones((len(y), 1), jnp.float32)

@@ -260,6 +260,13 @@ class CanonicalSums:
             total = butterfly_sum(total, TP_AXIS, self.tp, backend=self.backend)
         return _tree(total)
 
+    def of_places(self, parts: Float32[Array, "Y X"]) -> Float32[Array, " X"]:
+        """Add what each place gives.
+
+        # ORDER: a leaf's tokens as a perfect binary tree, then leaves. Additions only.
+        """
+        return _tree(parts)
+
     def map_rows(self, function, rows):
         """As many rows as a leaf has at a time, whosever they are."""
         return self._by_block(function, *rows)

@@ -161,8 +161,9 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
 
     def load(tp: int) -> LoadedModel:
         model, _ = load_on_devices(
-            folder, profile=profile, backend=place.backend.value, dp=1, tp=tp
-        )
+            folder, profile=profile, backend=place.backend.value, dp=1, tp=tp,
+            quantized_weights="expanded",
+        )  # fmt: skip
         return model
 
     model = load(1)

@@ -11,6 +11,8 @@ from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_sum_exp
+from detjax.pallas_kernels.softcap.api import softcap
+from detjax.training.formulas import softcap_slopes
 from detjax.training.gradients import XlaSums, linear_gradients, with_gradient
 
 
@@ -29,6 +31,7 @@ def token_logits(
         gradient is that of the plain product, summed by XLA.
     """
     num_tokens, dtype = head.shape[0], ctx.profile.param_dtype
+    cap = ctx.config.logits_softcap
 
     def padded(head):
         extra = -num_tokens % ctx.profile.vocab_block
@@ -38,10 +41,14 @@ def token_logits(
         logits = linear_kernel(
             hidden, padded(head), out_dtype=jnp.dtype(jnp.float32), backend=ctx.backend
         )
+        if cap is not None:
+            logits = softcap(logits, cap=cap, backend=ctx.backend)
         return logits[:, :num_tokens]
 
-    def gradient(args, _, cotangent):
+    def gradient(args, logits, cotangent):
         hidden, head = args
+        if cap is not None:
+            cotangent = cotangent * softcap_slopes(logits, cap)
         return linear_gradients(XlaSums(), hidden, head, cotangent.astype(hidden.dtype), dtype)
 
     return with_gradient(kernel, gradient)(hidden, head)

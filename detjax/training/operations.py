@@ -35,12 +35,18 @@ from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
 from detjax.pallas_kernels.rope.api import rope as rope_kernel
 from detjax.pallas_kernels.rope.portable import rotated_heads, write_pages
 from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.softcap.api import softcap as softcap_kernel
 from detjax.pallas_kernels.swiglu.api import swiglu as swiglu_kernel
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.mesh import TP_AXIS
 from detjax.training import adapter_operations
 from detjax.training.attention_gradient import SelfAttention, attention_gradients
-from detjax.training.formulas import plain_geglu, plain_rms_norm, plain_swiglu
+from detjax.training.formulas import (
+    plain_geglu,
+    plain_rms_norm,
+    plain_swiglu,
+    softcap_slopes,
+)
 from detjax.training.gradients import (
     XLA_ROWS,
     GradientSums,
@@ -101,7 +107,8 @@ def norm_gradients(sums: GradientSums, eps: float, total, gain, cotangents):
     return of_total, of_gain
 
 
-def _bias_gradient(sums: GradientSums, bias, cotangent):
+def bias_gradient(sums: GradientSums, bias, cotangent):
+    """The cotangent of what is added to all rows; None of none."""
     if bias is None:
         return None
 
@@ -135,7 +142,7 @@ def linear(
 
     def gradient(args, _, cotangent):
         x, w, bias = args
-        of_bias = _bias_gradient(sums, bias, cotangent)
+        of_bias = bias_gradient(sums, bias, cotangent)
         of_x, of_w = linear_gradients(sums, x, w, cotangent, dtype, widths=widths, is_split=True)
         return of_x, of_w, of_bias
 
@@ -171,7 +178,7 @@ def linear_add_rms_norm(
         x, w, _, bias, gain = args
         of_total, of_gain = norm_gradients(sums, eps, out[0], gain, cotangents)
         of_x, of_w = linear_gradients(sums, x, w, of_total, dtype)
-        return of_x, of_w, of_total, _bias_gradient(sums, bias, of_total), of_gain
+        return of_x, of_w, of_total, bias_gradient(sums, bias, of_total), of_gain
 
     return with_gradient(kernel, gradient)(x, w, residual, bias, gain)
 
@@ -244,6 +251,7 @@ def self_attention(
     cos: Float32[Array, "T half"],
     sin: Float32[Array, "T half"],
     positions: Int32[Array, "B T"],
+    sinks: Float32[Array, " H"] | None = None,
     *,
     window: int | None,
 ) -> Activation[Array, "B T H C"]:
@@ -257,6 +265,7 @@ def self_attention(
         cos: Rows of the host's table for positions 0 to T - 1.
         sin: Likewise.
         positions: `t` for token t of a sequence, -1 from its end on.
+        sinks: Scores of heads, which have no value; None for models without.
         window: How many tokens back a query sees, itself included; None sees all.
     """
     profile, config = ctx.profile, ctx.config
@@ -264,7 +273,8 @@ def self_attention(
     num_heads, eps = config.num_heads // ctx.tp, config.rms_norm_eps
     num_kv = (num_all - num_heads) // 2
 
-    def kernel(qkv, gains, cos, sin, positions):
+    def kernel(qkv, gains, cos, sin, positions, sinks):
+        sinks = None if sinks is None else sinks.astype(profile.param_dtype)
         if gains is not None:
             of_q, of_k = (stored_gain(gain, config, profile.param_dtype) for gain in gains)
             gains = of_q, of_k
@@ -287,17 +297,19 @@ def self_attention(
             q.reshape(batch, length, num_heads, channels),
             place._replace(pages=write_pages(place, k, v)),
             window=window,
+            softcap=config.attention_softcap,
+            sinks=sinks,
             profile=profile,
             backend=ctx.backend,
         )
 
     def gradient(args, out, cotangent):
-        of_qkv, of_gains = attention_gradients(
+        of_qkv, of_gains, of_sinks = attention_gradients(
             ctx, sums, SelfAttention(*args), out, cotangent, window=window
         )
-        return of_qkv, of_gains, None, None, None
+        return of_qkv, of_gains, None, None, None, of_sinks
 
-    return with_gradient(kernel, gradient)(qkv, gains, cos, sin, positions)
+    return with_gradient(kernel, gradient)(qkv, gains, cos, sin, positions, sinks)
 
 
 def token_logprobs(
@@ -312,7 +324,7 @@ def token_logprobs(
     The log-probability has the bits of sampling. The entropy, in nats, is for reading: plain JAX
     computes it, without a claim or a gradient.
     """
-    profile, backend = ctx.profile, ctx.backend
+    profile, backend, cap = ctx.profile, ctx.backend, ctx.config.logits_softcap
     num_rows, vocab_size = hidden.shape[0], head.shape[0]
 
     def rounded_head(head):
@@ -321,6 +333,8 @@ def token_logprobs(
 
     def logits_and_lse(hidden, rounded):
         logits = linear_kernel(hidden, rounded, out_dtype=jnp.dtype(jnp.float32), backend=backend)
+        if cap is not None:
+            logits = softcap_kernel(logits, cap=cap, backend=backend)
         is_token = jnp.arange(logits.shape[1]) < vocab_size
         logits = jnp.where(is_token[None], logits, -jnp.inf)
         stats = block_stats(logits, vocab_block=profile.vocab_block, backend=backend)
@@ -350,6 +364,8 @@ def token_logprobs(
             logits, lse = logits_and_lse(hidden, rounded)
             is_target = jax.nn.one_hot(targets, logits.shape[1], dtype=jnp.float32)
             of_logits = (is_target - jnp.exp(logits - lse[:, None])) * cotangent[:, None]
+            if cap is not None:
+                of_logits = of_logits * softcap_slopes(logits, cap)
             return of_logits.astype(hidden.dtype)
 
         rows = sums.map_rows(of_logits, (hidden, targets, cotangents[0]))

@@ -68,11 +68,8 @@ def move_bits(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 def why_not_trained(config: ModelConfig) -> str | None:
     """What of a model has no backward pass, or None if all has one."""
     lacking = {
-        "soft caps": config.attention_softcap is not None or config.logits_softcap is not None,
         "a scale of logits that is no power of two": math.frexp(config.logits_scale)[0] != 0.5,
-        "sinks": config.has_sinks,
         "linear attention": config.linear_attention is not None,
-        "experts with biases": config.has_clamped_experts,
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]
     return " and ".join(found) or None
@@ -86,6 +83,9 @@ def _has_later_gradients(config: ModelConfig) -> bool:
         or config.tie_word_embeddings != config.ties_table
         or config.has_shared_expert
         or config.has_sigmoid_router
+        or config.has_sinks
+        or config.has_clamped_experts
+        or (config.attention_softcap or config.logits_softcap) is not None
     )
 
 
@@ -93,7 +93,8 @@ def master_params(model: LoadedModel) -> dict[str, Any]:
     """Float32 copies of a model's weights; exact.
 
     Raises:
-        ValueError: If the model is split over tp, or has what cannot be trained.
+        ValueError: If the model is split over tp, has what cannot be trained, or weights that lie
+            on the devices quantised.
     """
     facts = model.config, model.profile.vocab_block
     return _program(_masters, *facts)(_one_rank(model))
@@ -103,7 +104,8 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
     """The shapes of `master_params`, which are not computed.
 
     Raises:
-        ValueError: If the model is split over tp, or has what cannot be trained.
+        ValueError: If the model is split over tp, has what cannot be trained, or weights that lie
+            on the devices quantised.
     """
     facts = model.config, model.profile.vocab_block
     return jax.eval_shape(functools.partial(_masters, *facts), _one_rank(model))
@@ -119,6 +121,7 @@ def _one_rank(model: LoadedModel) -> dict[str, Any]:
         raise ValueError(
             f"a model of {model.config.family!r} cannot be trained: {why} has no backward pass yet"
         )
+    model.refuse_packed("be trained")
     if tp != 1:
         raise ValueError(f"{tp=} must be 1: load the model to be trained on a mesh with tp=1")
     names = param_specs(model.config, tp=1, vocab_block=model.profile.vocab_block)

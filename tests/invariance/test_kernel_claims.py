@@ -1403,6 +1403,13 @@ def test_expert_linear_is_bitwise_batch_invariant():
         by_halves = np.asarray(sum(halves), np.float32)
         differs += count_different_bits(by_halves[own], whole[own])
     assert differs > 0
+    biases = bf16(np.random.default_rng(6), NUM_EXPERTS, 40)
+    biased = expert_linear(x, experts, w, biases, **ON)
+    alone = [
+        linear(x[i : i + 1], w[e], biases[e], out_dtype=x.dtype, **ON)
+        for i, e in enumerate(np.asarray(experts[:5]))
+    ]
+    assert_bitwise_equal(biased[:5], jnp.concatenate(alone), claim="with a bias")
     few = _expert_linear(x[:3], experts[:3], w)
     assert_bitwise_equal(np.asarray(few, np.float32), whole[:3], claim="three rows")
 
@@ -1419,8 +1426,13 @@ def test_token_sum_refuses_what_has_no_tree():
         token_sum(a[:3], b[:3], lengths[:3], **ON)
 
 
-def _attention_gradient(q, k, v, out, of_out, lengths):
-    found = attention_gradient(q, k, v, out, of_out, lengths, window=40, **ON)
+def _attention_gradient(q, k, v, out, of_out, lengths, *, softcap=None, sinks=None):
+    """Of queries, keys, values and sinks, one after the other."""
+    *found, of_sinks = attention_gradient(
+        q, k, v, out, of_out, lengths, window=40, softcap=softcap, sinks=sinks, **ON
+    )
+    if of_sinks is not None:
+        found.append(jnp.broadcast_to(of_sinks[..., None], found[0].shape))
     return jnp.concatenate(found, axis=1)
 
 
@@ -1440,33 +1452,48 @@ def test_attention_gradient_is_bitwise_run_invariant():
 
 @pytest.mark.slow
 @pytest.mark.invariance
-def test_attention_gradient_is_bitwise_batch_invariant():
+@pytest.mark.parametrize(
+    ("softcap", "sinks"), [(None, None), (2.0, (0.5, -1.0, 2.0, 0.0))],
+    ids=["plain", "cap_and_sinks"],
+)  # fmt: skip
+def test_attention_gradient_is_bitwise_batch_invariant(softcap, sinks):
     """Each sequence alone, in one leaf where it fits; the control is XLA's derivative."""
     rows = _attention_rows()
-    whole = np.asarray(_attention_gradient(*rows))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    options = {"softcap": softcap, "sinks": sinks}
+    whole = np.asarray(_attention_gradient(*rows, **options))
     for i, length in enumerate(LENGTHS):
         padded = 64 if length <= 64 else 128
         alone = [x[i : i + 1, :, :padded] for x in rows[:5]]
-        got = _attention_gradient(*alone, rows[5][i : i + 1])
+        got = _attention_gradient(*alone, rows[5][i : i + 1], **options)
         assert_bitwise_equal(got, whole[i : i + 1, :, :padded], claim=f"sequence {i} alone")
 
     @jax.jit
     def plain(q, k, v, of_out):
-        def formula(q, k, v):
+        def formula(q, k, v, sinks):
             k, v = (jnp.repeat(x, 2, axis=1) for x in (k, v))
             scores = jnp.einsum("bhtc,bhsc->bhts", q, k, precision="highest") / C**0.5
             back = jnp.arange(128)[:, None] - jnp.arange(128)[None, :]
             is_seen = ((back >= 0) & (back < 40))[None, None]
-            weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+            if softcap is not None:
+                scores = jnp.tanh(scores / softcap) * softcap
+            scores = jnp.where(is_seen, scores, -jnp.inf)
+            if sinks is not None:  # each query by itself
+                scores = jnp.concatenate([scores, sinks[..., None]], axis=3)
+            weights = jax.nn.softmax(scores, axis=-1)[..., :128]
             return jnp.einsum("bhts,bhsc->bhtc", weights, v, precision="highest")
 
-        out, pull = jax.vjp(formula, q, k, v)
-        return out, jnp.concatenate(pull(of_out), axis=1)
+        of_rows = sinks if sinks is None else jnp.broadcast_to(sinks[:, None], q.shape[:3])
+        out, pull = jax.vjp(formula, q, k, v, of_rows)
+        *found, of_sinks = pull(of_out)
+        if of_sinks is not None:
+            found.append(jnp.broadcast_to(of_sinks[..., None], q.shape))
+        return out, jnp.concatenate(found, axis=1)
 
     ON["backend"] = Backend.PORTABLE  # others have no float32 beside float32
     q, k, v, _, of_out = (x.astype(jnp.float32) for x in rows[:5])
     out, want = plain(q, k, v, of_out)
-    got = _attention_gradient(q, k, v, out, of_out, rows[5])
+    got = _attention_gradient(q, k, v, out, of_out, rows[5], **options)
     # Tolerance: sums of at most 128 rounded terms, through three products: some 1e-6.
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
     assert count_different_bits(np.asarray(got), np.asarray(want)) > 0

@@ -121,16 +121,24 @@ def _plain_logprobs(xp, config, params, ids):
         return weights[f"{name}_bias"][None, :] if f"{name}_bias" in weights else 0.0
 
     def gated(gate, up):
+        if config.has_clamped_experts:
+            clamp = config.experts.clamp
+            gate = xp.minimum(gate, np.asarray(clamp.limit, wide))
+            up = xp.clip(up, np.asarray(-clamp.limit, wide), np.asarray(clamp.limit, wide))
+            return gate / (1 + xp.exp(-np.asarray(clamp.alpha, wide) * gate)) * (up + 1)
         if config.gating is Gating.GEGLU:
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             return gate / 2 * (1 + xp.tanh(inner)) * up
         return gate / (1 + xp.exp(-gate)) * up
 
+    def capped(x, cap):
+        return x if cap is None else xp.tanh(x / np.asarray(cap, wide)) * np.asarray(cap, wide)
+
     def after(x, weights, name):
         return norm(x, weights[name]) if name in weights else x
 
     def experts(h, weights):
-        p = h @ weights["router"].T
+        p = h @ weights["router"].T + bias(weights, "router")
         if config.has_sigmoid_router:
             p = 1 / (1 + xp.exp(-p))
             order = p + weights["router_correction"][None]
@@ -142,7 +150,12 @@ def _plain_logprobs(xp, config, params, ids):
             w = w / xp.sum(w if config.experts.renormalise else p, axis=-1, keepdims=True)
         w = w * np.asarray(config.experts.sigmoid_scale or 1, wide)
         gate, up = (xp.einsum("td,efd->tef", h, weights[f"expert_{n}"]) for n in ("gate", "up"))
+        if config.has_clamped_experts:
+            of_gate, of_up = xp.split(weights["expert_gate_up_bias"], 2, axis=1)
+            gate, up = gate + of_gate[None], up + of_up[None]
         out = xp.einsum("te,tef,edf->td", w, gated(gate, up), weights["expert_down"])
+        if config.has_clamped_experts:
+            out = out + w @ weights["expert_down_bias"]
         if not config.has_shared_expert:
             return out
         gate, up = (h @ weights[f"shared_{n}"].T for n in ("gate_proj", "up_proj"))
@@ -167,10 +180,15 @@ def _plain_logprobs(xp, config, params, ids):
         group = num_heads // config.num_kv_heads
         k, v = xp.repeat(k, group, axis=1), xp.repeat(v, group, axis=1)
         scores = xp.einsum("thc,shc->hts", q, k) / np.asarray(channels**0.5, wide)
+        scores = capped(scores, config.attention_softcap)
         is_seen = (back >= 0) & (back < (window or length))
         scores = xp.where(is_seen[None], scores, np.asarray(-1e30, wide))
+        if config.has_sinks:
+            sinks = xp.broadcast_to(weights["sinks"][:, None, None], (num_heads, length, 1))
+            scores = xp.concatenate([scores, sinks], axis=-1)
         e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-        out = xp.einsum("hts,shc->thc", e / xp.sum(e, axis=-1, keepdims=True), v)
+        e = (e / xp.sum(e, axis=-1, keepdims=True))[..., :length]
+        out = xp.einsum("hts,shc->thc", e, v)
         out = out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
         x = x + after(out, weights, "attn_norm_after")
         h = norm(x, weights["mlp_norm"])
@@ -180,6 +198,7 @@ def _plain_logprobs(xp, config, params, ids):
         out = gated(h @ weights["gate"].T, h @ weights["up"].T) @ weights["down"].T
         x = x + after(out, weights, "mlp_norm_after")
     logits = norm(x, params["final_norm"]) @ params.get("lm_head", params["embed"]).T
+    logits = capped(logits, config.logits_softcap)
     top = xp.max(logits, axis=-1, keepdims=True)
     lse = top + xp.log(xp.sum(xp.exp(logits - top), axis=-1, keepdims=True))
     return xp.take_along_axis(logits - lse, xp.asarray(ids[1:])[:, None], axis=1)[:, 0]

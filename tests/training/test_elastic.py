@@ -13,7 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -241,6 +243,57 @@ def test_updates_of_experts_are_bitwise_mesh_and_batch_invariant(backend, sequen
         updates=2,
     )  # fmt: skip
     assert num_different(turned, expected) > 0
+
+
+def gpt_oss_like() -> ModelConfig:
+    """Sinks, biases of all products, a clamped SwiGLU."""
+    config = dummy_config(num_layers=1, experts=(8, 3), qkv_bias=True, o_bias=True, window=40)
+    assert config.experts is not None
+    clamp = SwigluClamp(alpha=1.702, limit=1.0)
+    experts = dataclasses.replace(config.experts, clamp=clamp)
+    return dataclasses.replace(config, experts=experts, has_sinks=True)
+
+
+def gemma2_like() -> ModelConfig:
+    """Soft caps, GELU, norms before and after, gains of 1 + w, a table that is used twice."""
+    return dataclasses.replace(
+        dummy_config(num_layers=1, num_heads=8, num_kv_heads=4),
+        gating=Gating.GEGLU, norms=NormPlacement.BOTH, gain_offset=1.0, attention_softcap=2.0,
+        logits_softcap=3.0, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
+@pytest.mark.parametrize(
+    ("config", "mesh", "shares_layers"),
+    [(gpt_oss_like(), (2, 2), False), (gemma2_like(), (2, 2), True)], ids=["gpt_oss", "gemma2"],
+)  # fmt: skip
+def test_updates_of_families_are_bitwise_mesh_and_batch_invariant(
+    config, mesh, shares_layers, backend, sequences
+):
+    """Four devices with steps of accumulation. The probe is the list in another order.
+
+    The control is XLA's backward pass.
+    """
+
+    def trainer_on(mesh=(1, 1), *, shares_layers: bool = False, backward=Backward.CANONICAL):
+        return Trainer(
+            dummy_model(config, backend=backend), optax.adamw(1e-2), mesh=make_mesh(*mesh),
+            clip_norm=1.0, shares_layers=shares_layers, backward=backward,
+        )  # fmt: skip
+
+    four, one = sequences[:4], trainer_on()
+    expected, want = updated(one, cut(four, 4), updates=2)
+    found, got = updated(trainer_on(mesh, shares_layers=shares_layers), cut(four, 1), updates=2)
+    assert_same(found, expected, f"{mesh}, microbatches of one")
+    assert got.gradient_norm == want.gradient_norm
+    turned, _ = updated(one, cut([four[i] for i in (0, 2, 1, 3)], 4), updates=2)
+    assert num_different(turned, expected) > 0
+    of = trainer_on(backward=Backward.XLA)
+    by_four, by_one = (updated(of, cut(four, size), updates=2)[0] for size in (4, 1))
+    assert num_different(by_four, by_one) > 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients: against float64 finite differences, against JAX's own, and what they depend on."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.swiglu.api import swiglu
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.mesh import TP_AXIS, make_mesh
 from detjax.testing import (
     assert_bitwise_equal,
@@ -27,6 +30,7 @@ from detjax.testing import (
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.training import gradients
 from detjax.training.batch import Layout, Scored, pack
+from detjax.training.formulas import plain_swiglu
 from detjax.training.forward import token_logprobs
 from detjax.training.gradients import Backward, CanonicalSums, TokenLeaves
 from detjax.training.weights import master_params
@@ -54,6 +58,14 @@ def gradient(
 
     run.__name__ = program
     return jax.device_get(jax.jit(jax.grad(run))(master_params(model), batch))
+
+
+def family(case: str, dtype: str):
+    """A golden model; weights of 4 bits are expanded."""
+    profile = NumericsProfile(weight_dtype=dtype, compute_dtype=dtype)
+    return load_model(
+        str(GOLDEN / case), profile=profile, mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+    )
 
 
 def objective(xp, plain_logprobs, config, params, sequences):
@@ -200,21 +212,29 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "part"),
-    [("gemma3", "embed"), ("qwen2_moe", "shared_gate"), ("glm4_moe", "router")],
-)
+    [
+        ("gemma3", "embed"), ("qwen2_moe", "shared_gate"), ("glm4_moe", "router"),
+        ("gpt_oss", "sinks"), ("gpt_oss_bfloat16", "expert_gate_up_bias"),
+        ("gemma2", "attention_softcap"), ("gemma2", "logits_softcap"),
+    ],
+)  # fmt: skip
 def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences, plain_logprobs):
     """Gemma 3: gains of 1 + w, a table that is the head times a factor, norms after, GELU, two
-    rotations. Qwen2-MoE: a shared expert with a gate. GLM-4.5: a router of sigmoids.
+    rotations. Qwen2-MoE: a shared expert with a gate. GLM-4.5: a router of sigmoids. gpt-oss:
+    sinks, biases of all products, a clamped SwiGLU. Gemma 2: soft caps.
 
     Tolerance: as that of experts; Gemma's layers are twice as many, with twice as many norms. A
     gradient that leaves out the part is further away.
     """
-    profile = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
-    model = load_model(
-        str(GOLDEN / case), profile=profile, mesh=make_mesh(1, 1), backend=Backend.PORTABLE
-    )
+    model = family(case, "float32")
     found = gradient(model, pack(sequences, length=89))
-    value = partial(objective, jnp, plain_logprobs, model.config)
+
+    def value(params, config=model.config):
+        return objective(jnp, plain_logprobs, config, params, sequences)
+
+    def without_cap(params):
+        """Of a model without the part."""
+        return value(params, dataclasses.replace(model.config, **{part: None}))
 
     def without(params):
         """The part seen as a constant: of a table its use as one."""
@@ -230,19 +250,50 @@ def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences
         ]
         return {**params, "layers": layers}
 
+    is_cap = part.endswith("softcap")
+    others = (value, without_cap if is_cap else lambda params: value(without(params)))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), master_params(model))
-        expected, wrong = (
-            jax.device_get(jax.jit(jax.grad(lambda p, see=see: value(see(p), sequences)))(params))
-            for see in (lambda p: p, without)
-        )
+        expected, wrong = (jax.device_get(jax.jit(jax.grad(other))(params)) for other in others)
     for tree in (found, expected, wrong):
         for layer in tree["layers"]:
             correction = layer.pop("router_correction", np.zeros(1))
             assert not correction.any()  # it has a part in the choice alone
     assert_tensors_close(found, expected, max_relative=3e-5)
-    with pytest.raises(AssertionError, match=part):
+    with pytest.raises(AssertionError, match="embed" if is_cap else part):
         assert_tensors_close(wrong, expected, max_relative=3e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+@pytest.mark.parametrize("case", ["gpt_oss", "gemma2"])
+def test_gradients_of_families_are_bitwise_batch_invariant(case, sequences):
+    """Padded, and packed with room for more sequences, rematerialised; the control: XLA's sums."""
+    model = family(case, "bfloat16")
+    padded = pack(sequences, length=89)
+    packed = pack(sequences, length=120, layout=Layout.PACKED, num_sequences=5)
+    expected, found = gradient(model, padded), gradient(model, packed, remat=True)
+    for name, leaf in by_name(found).items():
+        assert_bitwise_equal(leaf, by_name(expected)[name], claim=f"gradient of {name}")
+    by_xla = (gradient(model, batch, backward=Backward.XLA) for batch in (padded, packed))
+    assert sum(jax.tree.leaves(jax.tree.map(count_different_bits, *by_xla))) > 0
+
+
+@pytest.mark.parametrize("backend", [Backend.PORTABLE, Backend.REFERENCE], ids=lambda it: it.value)
+def test_a_clamp_has_slope_1_up_to_its_limit_and_0_past_it(backend):
+    """The formula has the values of the kernel, and at the limits the slopes of torch's clamp."""
+    clamp = SwigluClamp(alpha=1.702, limit=7.0)
+    gate = jnp.asarray([-9.0, -7.0, 0.5, 7.0, 7.25], jnp.bfloat16)
+    gate_up = jnp.stack([jnp.repeat(gate, 5), jnp.tile(gate, 5)]).reshape(1, -1)
+    out, pull = jax.vjp(lambda x: plain_swiglu(x, clamp), gate_up.astype(jnp.float32))
+    (slopes,) = pull(jnp.ones_like(out))
+    of_gate, of_up = np.split(np.asarray(slopes).reshape(2, 5, 5), 2)
+    assert (of_gate[0, 4] == 0).all() and (of_gate[0, 3, 1:] != 0).all()
+    is_clamped = np.asarray([True, False, False, False, True])
+    assert ((of_up[0] == 0) == is_clamped[None]).all()
+    kernel = np.asarray(swiglu(gate_up, clamp=clamp, backend=backend), np.float32)
+    want = np.asarray(out)
+    assert np.abs(kernel - want).max() <= 2.0**-8 * np.abs(want).max()  # one rounding
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and log-sum-exp as arrays: the bits and the gradient of the trainer's own operation."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,12 @@ from detjax.training.logits import logits_lse, token_logits
 
 
 @pytest.mark.invariance
-def test_a_logit_less_the_lse_is_the_log_probability(model_named):
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_a_logit_less_the_lse_is_the_log_probability(cap, model_named):
     """In any program; the control is XLA's own log-softmax of the same logits."""
     model = model_named("tied")
-    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+    config = dataclasses.replace(model.config, logits_softcap=cap)
+    ctx = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((21, 64)) * 2, jnp.bfloat16)
     head = jnp.asarray(rng.standard_normal((320, 64)), jnp.float32)

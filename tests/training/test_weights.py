@@ -2,6 +2,7 @@
 """From masters to any mesh and back: no bit is lost."""
 
 import dataclasses
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.loading import load_model
+from detjax.models.quantization.quantize import RECIPES, quantize_folder
+from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel import dispatch
@@ -43,9 +46,9 @@ def test_masters_become_the_weights_a_mesh_would_load(name, tp):
         assert_bitwise_equal(a, b, claim=f"{jax.tree_util.keystr(path)} at tp {tp}")
 
 
-@pytest.mark.parametrize("case", ["gemma3", "granite", "glm4_moe"])
+@pytest.mark.parametrize("case", ["gemma3", "granite", "glm4_moe", "gpt_oss"])
 def test_masters_of_families_become_the_weights_that_were_read(case):
-    """A tied table with a factor, gains of 1 + w, float32 routers."""
+    """A tied table with a factor, gains of 1 + w, float32 routers, biases of padded routers."""
     model = load_model(
         str(GOLDEN / case),
         profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
@@ -59,13 +62,16 @@ def test_masters_of_families_become_the_weights_that_were_read(case):
     ):
         assert_bitwise_equal(a, b, claim=jax.tree_util.keystr(path))
     rows = len(found["embed"])
-    is_scaled = case != "glm4_moe"
+    is_scaled = case not in ("glm4_moe", "gpt_oss")
     assert (count_different_bits(found["embed"], found["lm_head"][:rows]) > 0) == is_scaled or (
         not model.config.tie_word_embeddings
     )
 
 
-@pytest.mark.parametrize(("case", "is_withheld"), [("gemma3", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("case", "is_withheld"),
+    [("gemma3", True), ("gemma2", True), ("gpt_oss_bfloat16", True), ("qwen3", False)],
+)
 def test_what_no_gpu_has_trained_is_withheld_there(case, is_withheld):
     model = load_model(
         str(GOLDEN / case),
@@ -74,7 +80,8 @@ def test_what_no_gpu_has_trained_is_withheld_there(case, is_withheld):
     master_params(model)
     there = dataclasses.replace(model, backend=Backend.SM90)
     if is_withheld:
-        with pytest.raises(ValueError, match="'gemma3_text' cannot be trained here: .* withheld"):
+        says = f"'{model.config.family}' cannot be trained here: .* withheld"
+        with pytest.raises(ValueError, match=says):
             master_params(there)
     else:
         master_params(there)
@@ -124,6 +131,21 @@ def test_an_engine_takes_masters_in_place():
     (found,), (expected,) = engine.generate(requests), answers(other, requests)
     assert found.digest() == expected.digest()
     assert (found.weight_version, expected.weight_version) == (7, 0)
+
+
+def test_weights_that_lie_quantised_on_the_devices_are_refused(tmp_path):
+    """Their codes cannot move; expanded, they are bfloat16 weights like others."""
+    shutil.copytree(GOLDEN / "llama2", tmp_path / "plain")
+    quantize_folder(
+        tmp_path / "plain", tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress
+    )
+    options: dict = {
+        "profile": NumericsProfile(), "mesh": make_mesh(1, 1), "backend": Backend.PORTABLE,
+    }  # fmt: skip
+    packed = load_model(str(tmp_path / "q"), quantized_weights="packed", **options)
+    with pytest.raises(ValueError, match="cannot be trained; load .* quantized_weights='expanded'"):
+        master_params(packed)
+    assert master_params(load_model(str(tmp_path / "q"), **options))
 
 
 def test_masters_of_a_split_model_are_refused():

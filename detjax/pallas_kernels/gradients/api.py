@@ -104,13 +104,24 @@ def attention_gradient(
     lengths: Int32[Array, " B"],
     *,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Float32[Array, " H"] | None = None,
     backend: Backend,
-) -> tuple[Float32[Array, "B H T C"], Float32[Array, "B K T C"], Float32[Array, "B K T C"]]:
+) -> tuple[
+    Float32[Array, "B H T C"],
+    Float32[Array, "B K T C"],
+    Float32[Array, "B K T C"],
+    Float32[Array, "B H T"] | None,
+]:
     """The cotangents of queries, keys and values of causal attention within each sequence.
 
     `s = q k / sqrt(C)`, `p = exp(s - lse)`, `ds = round(p (of_out v - sum(of_out * out)))`;
     `of_q = sum_j(ds k[j]) / sqrt(C)`, `of_k = sum_i(ds q[i]) / sqrt(C)`,
     `of_v = sum_i(round(p) of_out[i])`
+
+    With a cap, `t = tanh(q k / sqrt(C) / cap)`, `s = cap t`, and ds has the factor `1 - t t` before
+    its rounding. A sink takes part in lse, and each query gives it
+    `exp(sink - lse) (-sum(of_out * out))`.
 
     Args:
         q: Rotated queries.
@@ -120,19 +131,24 @@ def attention_gradient(
         of_out: Their cotangents.
         lengths: Tokens of each sequence.
         window: How many tokens back a query sees, itself included; None sees all.
+        softcap: Of scores; None has none.
+        sinks: A score of each query head, without a value; None has none.
         backend: Which implementation runs.
+
+    Returns:
+        Those of queries, of keys, of values, and what each query gives to its head's sink.
 
     Numerics:
         Scores are computed again. Sums over keys and over queries run in order of position, from
         zero, in float32; zeros behind a sequence's end change no bit. The query heads of one
-        key/value head are added left to right.
+        key/value head are added left to right. In lse a sink comes before the first key.
         Claims: run-invariant, batch-invariant. Bits depend on (C, dtypes, build).
 
     Reference:
         Dao 2023, arXiv:2307.08691, algorithm 2. There dQ is added atomically.
     """
-    of_q, of_k, of_v = KERNELS[backend].attention_gradient(
-        q, k, v, out, of_out, lengths, window=window
+    of_q, of_k, of_v, of_sinks = KERNELS[backend].attention_gradient(
+        q, k, v, out, of_out, lengths, window=window, softcap=softcap, sinks=sinks
     )
     shape = (*k.shape[:2], -1, *k.shape[2:])
 
@@ -141,4 +157,4 @@ def attention_gradient(
         heads = jnp.moveaxis(of_heads.reshape(shape), 2, 0)
         return functools.reduce(operator.add, list(heads))
 
-    return of_q, over_group(of_k), over_group(of_v)
+    return of_q, over_group(of_k), over_group(of_v), of_sinks

@@ -105,11 +105,13 @@ def expert_token_sum(
 
 
 def attention_gradient(
-    kernels: ForwardKernels, q, k, v, out, of_out, lengths, *, window: int | None
-) -> tuple[jax.Array, ...]:
+    kernels: ForwardKernels, q, k, v, out, of_out, lengths,
+    *, window: int | None, softcap: float | None = None, sinks=None,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """See `api.attention_gradient`: the products of some query heads side by side.
 
-    # ORDER: `linear` adds positions in order. lse is that of the log-softmax, over blocks of keys.
+    # ORDER: `linear` adds positions in order. lse is that of the log-softmax, over blocks of keys;
+    # a sink has the block before them.
     """
     del lengths
     group, num_heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
@@ -121,17 +123,22 @@ def attention_gradient(
         return x.reshape(-1, at_once, length, channels)
 
     shared = [some(jnp.repeat(x, group, axis=1)) for x in (k, v)]
-    found = lax.map(
-        lambda heads: _gradient_of_heads(kernels, *heads, window=window),
-        (some(q), *shared, some(out), some(of_out)),
+    if sinks is not None:
+        sinks = jnp.tile(sinks, q.shape[0]).reshape(-1, at_once)
+    *found, of_sinks = lax.map(
+        lambda heads: _gradient_of_heads(kernels, *heads, window=window, softcap=softcap),
+        (some(q), *shared, some(out), some(of_out), sinks),
     )
-    return tuple(x.reshape(q.shape) for x in found)
+    if of_sinks is not None:
+        of_sinks = of_sinks.reshape(q.shape[:3])
+    return *(x.reshape(q.shape) for x in found), of_sinks
 
 
 def _gradient_of_heads(
-    kernels: ForwardKernels, q, k, v, out, of_out, *, window: int | None
-) -> tuple[jax.Array, ...]:
-    """Cotangents of queries, keys and values [h, T, C], each head by itself."""
+    kernels: ForwardKernels, q, k, v, out, of_out, sinks,
+    *, window: int | None, softcap: float | None,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    """Cotangents of queries, keys and values [h, T, C], each head by itself; of sinks [h, T]."""
     num_heads, length, channels = q.shape
     dtype, scale = q.dtype, float(np.float32(channels**-0.5))
     back = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
@@ -153,17 +160,31 @@ def _gradient_of_heads(
     def rows(x):
         return x.reshape(num_heads * length, x.shape[2])
 
-    s = lax.optimization_barrier(jnp.where(is_seen, product(q, k)[:, :, :length] * scale, -jnp.inf))
+    s, slope = product(q, k)[:, :, :length] * scale, None
+    if softcap is not None:
+        tangents = jnp.tanh(s * float(np.float32(1 / softcap)))
+        s, slope = tangents * softcap, 1.0 - lax.optimization_barrier(tangents * tangents)
+    s = lax.optimization_barrier(jnp.where(is_seen, s, -jnp.inf))
     padded = jnp.pad(rows(s), ((0, 0), (0, -length % VOCAB_BLOCK)), constant_values=-jnp.inf)
+    if sinks is not None:
+        # SHAPE: in front, where it stays however many keys there are.
+        of_rows = jnp.repeat(sinks, length)[:, None]
+        of_rows = jnp.pad(of_rows, ((0, 0), (0, VOCAB_BLOCK - 1)), constant_values=-jnp.inf)
+        padded = jnp.concatenate([of_rows, padded], axis=1)
     lse = kernels.log_sum_exp(*kernels.block_stats(padded, vocab_block=VOCAB_BLOCK))
-    p = jnp.exp(s - lse.reshape(num_heads, length, 1))
+    lse = lse.reshape(num_heads, length, 1)
+    p = jnp.exp(s - lse)
     delta = row_sums(rows(of_out.astype(jnp.float32) * out.astype(jnp.float32)))
+    delta = delta.reshape(num_heads, length, 1)
     of_p = product(of_out, v)[:, :, :length]
-    ds = (p * (of_p - delta.reshape(num_heads, length, 1))).astype(dtype)
-    p = p.astype(dtype)
+    ds = p * (of_p - delta)
+    ds, p = (ds if slope is None else ds * slope).astype(dtype), p.astype(dtype)
     of_q, of_k = scaled(product(ds, turned(k))), scaled(product(turned(ds), turned(q)))
     of_v = product(turned(p), turned(of_out))
-    return tuple(x[:, :, :channels] for x in (of_q, of_k, of_v))
+    of_sinks = None
+    if sinks is not None:
+        of_sinks = lax.optimization_barrier(jnp.exp(sinks[:, None, None] - lse) * -delta)[:, :, 0]
+    return *(x[:, :, :channels] for x in (of_q, of_k, of_v)), of_sinks
 
 
 def row_sums(x: jax.Array) -> jax.Array:

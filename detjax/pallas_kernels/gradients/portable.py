@@ -159,8 +159,11 @@ def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int
     return out[:, :num_x, :num_y]
 
 
-@partial(jax.jit, static_argnames=("window",))
-def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
+@partial(jax.jit, static_argnames=("window", "softcap"))
+def attention_gradient(
+    q, k, v, out, of_out, lengths,
+    *, window: int | None, softcap: float | None = None, sinks=None,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """See `api.attention_gradient`; keys and values have a result for each query head."""
     batch, num_heads, num_rows, channels = q.shape
     # SHAPE: two blocks at least; of one the compiler knows the index.
@@ -169,29 +172,46 @@ def attention_gradient(q, k, v, out, of_out, lengths, *, window: int | None):
         pad_axis(x.reshape(-1, num_rows, channels), 1, length) for x in (q, k, v, out, of_out)
     ]
     body = _attention_body(
-        num_heads=num_heads, group=num_heads // k.shape[1], window=window or length, dtype=q.dtype
-    )
-    found = run_blocks(
+        num_heads=num_heads, group=num_heads // k.shape[1], window=window or length,
+        softcap=softcap, dtype=q.dtype,
+    )  # fmt: skip
+    # A sink of -inf changes no bit.
+    of_heads = jnp.full(num_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
+    sizes = [(batch * num_heads, length, width) for width in (channels, channels, channels, 1)]
+    *found, of_sinks = run_blocks(
         body,
         *by_head,
         lengths,
+        of_heads,
         name="attention_gradient",
         grid=(batch * num_heads,),
-        out_shape=[jax.ShapeDtypeStruct(by_head[0].shape, jnp.float32)] * 3,
-        out_specs=[pl.BlockSpec((1, length, channels), lambda head: (head, 0, 0))] * 3,
+        out_shape=[jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes],
+        out_specs=[pl.BlockSpec((1, *size[1:]), lambda head: (head, 0, 0)) for size in sizes],
     )
-    return tuple(x[:, :num_rows].reshape(q.shape) for x in found)
+    found = (x[:, :num_rows].reshape(q.shape) for x in found)
+    return *found, None if sinks is None else of_sinks[:, :num_rows].reshape(q.shape[:3])
 
 
-def _attention_body(*, num_heads: int, group: int, window: int, dtype: jnp.dtype):
+def _capped(scores, softcap: float | None) -> tuple[jax.Array, jax.Array | None]:
+    """Scores below a cap, and the derivative of each."""
+    if softcap is None:
+        return scores, None
+    tangents = jnp.tanh(scores * float(np.float32(1 / softcap)))
+    return tangents * softcap, 1.0 - tangents * tangents
+
+
+def _attention_body(
+    *, num_heads: int, group: int, window: int, softcap: float | None, dtype: jnp.dtype
+):
     """The gradient of one query head of one sequence.
 
     # ORDER: blocks of `TOKEN_LEAF` positions left to right; inside a block, fixed-shape products
-    # and row sums.
+    # and row sums. In lse a sink comes before the first key.
     """
 
-    def body(q_ref, k_ref, v_ref, out_ref, of_out_ref, lengths_ref, *results):
+    def body(q_ref, k_ref, v_ref, out_ref, of_out_ref, lengths_ref, sinks_ref, *results):
         head = pl.program_id(0)
+        sink = sinks_ref[head % num_heads]
         num_blocks = (lengths_ref[head // num_heads] + TOKEN_LEAF - 1) // TOKEN_LEAF
         scale = float(np.float32(q_ref.shape[2] ** -0.5))
 
@@ -202,32 +222,36 @@ def _attention_body(*, num_heads: int, group: int, window: int, dtype: jnp.dtype
             place = lax.broadcasted_iota(jnp.int32, (TOKEN_LEAF, TOKEN_LEAF), 0)
             back = (i - j) * TOKEN_LEAF + place - place.T
             s = _dot(q, block(k_ref, head // group, j), 1, 1) * scale
-            return jnp.where((back >= 0) & (back < window), s, -jnp.inf)
+            s, slope = _capped(s, softcap)
+            return jnp.where((back >= 0) & (back < window), s, -jnp.inf), slope
 
         def log_sum_exp(q, i):
             def largest(j, m):
-                return jnp.maximum(m, jnp.max(scores(q, i, j), axis=1, keepdims=True))
+                return jnp.maximum(m, jnp.max(scores(q, i, j)[0], axis=1, keepdims=True))
 
             def weigh(j, total):
-                return total + jnp.sum(jnp.exp(scores(q, i, j) - m), axis=1, keepdims=True)
+                return total + jnp.sum(jnp.exp(scores(q, i, j)[0] - m), axis=1, keepdims=True)
 
-            column = jnp.zeros((TOKEN_LEAF, 1), jnp.float32)
-            m = lax.fori_loop(0, i + 1, largest, column - jnp.inf)
-            return m + jnp.log(lax.fori_loop(0, i + 1, weigh, column))
+            m = lax.fori_loop(0, i + 1, largest, jnp.full((TOKEN_LEAF, 1), sink))
+            return m + jnp.log(lax.fori_loop(0, i + 1, weigh, jnp.exp(sink - m)))
 
         def query_block(i, _):
             q, of_row = block(q_ref, head, i), block(of_out_ref, head, i)
             lse = log_sum_exp(q, i)
             delta = jnp.sum(of_row * block(out_ref, head, i), axis=1, keepdims=True)
+            own = pl.ds(i * TOKEN_LEAF, TOKEN_LEAF)
+            results[3][0, own, :] = jnp.exp(sink - lse) * -delta
 
             def key_block(j, _):
                 keys, values = (block(ref, head // group, j) for ref in (k_ref, v_ref))
-                p = jnp.exp(scores(q, i, j) - lse)
+                s, slope = scores(q, i, j)
+                p = jnp.exp(s - lse)
+                ds = p * (_dot(of_row, values, 1, 1) - delta)
                 # ROUND: weights and cotangents of scores to the compute dtype, for the products.
-                ds = round_to(p * (_dot(of_row, values, 1, 1) - delta), dtype)
+                ds = round_to(ds if slope is None else ds * slope, dtype)
                 of_v = _dot(round_to(p, dtype), of_row, 0, 0)
                 parts = _dot(ds, keys, 1, 0), _dot(ds, q, 0, 0), of_v
-                for ref, part, place in zip(results, parts, (i, j, j), strict=True):
+                for ref, part, place in zip(results[:3], parts, (i, j, j), strict=True):
                     rows = pl.ds(place * TOKEN_LEAF, TOKEN_LEAF)
                     ref[0, rows, :] = ref[0, rows, :] + part
 

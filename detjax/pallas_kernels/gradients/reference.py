@@ -28,10 +28,6 @@ def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int
     )
 
 
-def attention_gradient(
-    q, k, v, out, of_out, lengths, *, window: int | None
-) -> tuple[jax.Array, ...]:
+def attention_gradient(*operands, **options) -> tuple[jax.Array | None, ...]:
     """See `api.attention_gradient`."""
-    return composed.attention_gradient(
-        REFERENCE_FORWARD, q, k, v, out, of_out, lengths, window=window
-    )
+    return composed.attention_gradient(REFERENCE_FORWARD, *operands, **options)

@@ -188,17 +188,19 @@ def expert_linear(
     x: Activation[Array, "S I"],
     experts: Int32[Array, " S"],
     w: Activation[Array, "U O I"],
+    bias: Activation[Array, "U O"] | None = None,
     *,
     backend: Backend,
 ) -> Activation[Array, "S O"]:
     """Multiply each row by the matrix of its expert.
 
-    `out[s, o] = round(sum_i(x[s, i] * w[experts[s], o, i]))`
+    `out[s, o] = round(sum_i(x[s, i] * w[experts[s], o, i]) + bias[experts[s], o])`
 
     Args:
         x: A row for each pair of a token and an expert.
         experts: The expert of each, all of them here.
         w: The matrix of each expert, (out, in).
+        bias: Of each expert, added last, in float32; None adds none.
         backend: Which implementation runs.
 
     Numerics:
@@ -206,7 +208,7 @@ def expert_linear(
         the dtype of `x`. As many products as there are rows are made, for any number of experts.
         Claims: run-invariant, batch-invariant. Bits depend on (I, dtypes, build).
     """
-    return KERNELS[backend].expert_linear(x, experts, w)
+    return KERNELS[backend].expert_linear(x, experts, w, bias)
 
 
 def combine_experts_add_rms_norm(

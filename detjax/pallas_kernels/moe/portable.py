@@ -231,7 +231,7 @@ def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Arr
 
 
 @jax.jit
-def expert_linear(x, experts, w) -> jax.Array:
+def expert_linear(x, experts, w, bias=None) -> jax.Array:
     """See `api.expert_linear`."""
     num_rows = x.shape[0]
     rows, owners, num_tiles, most = _tiles(experts[:, None], 0, w.shape[0])
@@ -239,7 +239,7 @@ def expert_linear(x, experts, w) -> jax.Array:
     slots = jnp.arange(num_rows, dtype=jnp.int32)
     sources = sources.at[rows].set(slots, mode="drop", unique_indices=True)
     tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
-    out = _grouped_linear(tiled, w, owners, num_tiles, name="expert_linear")
+    out = _grouped_linear(tiled, w, owners, num_tiles, bias, name="expert_linear")
     return jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
 
 

@@ -73,14 +73,14 @@ def _check_operands(x, *weights) -> None:
         )
 
 
-def expert_linear(x, experts, w) -> jax.Array:
+def expert_linear(x, experts, w, bias=None) -> jax.Array:
     """See `api.expert_linear`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16, or a width that is no multiple of 16.
     """
     _check_operands(x, w)
-    return _products_of_experts(x, experts, w, None)
+    return _products_of_experts(x, experts, w, bias)
 
 
 def _products_of_experts(rows, ids, w, bias) -> jax.Array:

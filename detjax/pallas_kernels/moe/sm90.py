@@ -98,13 +98,14 @@ def expert_rows(
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def expert_linear(x, experts, w, *, interpret=None) -> jax.Array:
+def expert_linear(x, experts, w, bias=None, *, interpret=None) -> jax.Array:
     """See `api.expert_linear`: rows sorted by expert, the second product of `expert_mlp`, put back.
 
     Args:
         x: [S, I].
         experts: int32 [S].
         w: [U, O, I].
+        bias: [U, O], or None.
         interpret: How to interpret the kernels, if so.
 
     Raises:
@@ -124,7 +125,7 @@ def expert_linear(x, experts, w, *, interpret=None) -> jax.Array:
         x, experts[:, None], jnp.zeros(1, jnp.int32), num_local=num_experts,
         tile_rows=tiles.tile_rows, interpret=interpret is not None,
     )  # fmt: skip
-    y = grouped_matmul(rows, w, work, tiles=tiles, by_slot=False, interpret=interpret)
+    y = grouped_matmul(rows, w, work, bias=bias, tiles=tiles, by_slot=False, interpret=interpret)
     return unsort_rows(y, places, interpret=interpret is not None)
 
 
