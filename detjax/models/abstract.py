@@ -49,13 +49,7 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    withheld = _why_withheld(profile, backend)
-    return withheld or _why_not_here(config, profile, backend, tp, KERNELS[backend])
-
-
-def _why_withheld(profile: NumericsProfile, backend: Backend) -> str:
-    """What no run has proven with these kernels, though they may take it; empty for nothing."""
-    return KERNELS[backend].withheld.float8_cache if profile.has_fp8_cache else ""
+    return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 
 def why_weights_unsupported(
@@ -79,8 +73,6 @@ def why_weights_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
-    if withheld := _why_withheld(profile, backend):
-        return withheld
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     return find_or_ask(
         lambda: _why_not_traced(config, profile, backend, tp, params, specs),

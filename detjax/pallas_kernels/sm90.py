@@ -69,24 +69,9 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 withheld = Withheld(
-    float8_cache=(
-        "keys and values of 8 bits are withheld on sm90: no run on a GPU has shown the bits of a "
-        "prompt since its kernel was mended; leave out kv_cache_dtype (--kv-cache-dtype), or use "
-        "the backend reference or portable"
-    ),
     later_gradients=(
-        "training of GeGLU, gains of 1 + w, tied tables with a factor, shared experts, routers of "
-        "sigmoids, sinks, soft caps and experts with biases is withheld on sm90: no GPU has run "
+        "training with sinks, soft caps or experts with biases is withheld on sm90: no GPU has run "
         "it; use the backend reference or portable"
-    ),
-    head_experts=(
-        "heads with mixtures of experts are withheld on sm90: no run on a GPU has shown that they "
-        "change no bit; draft by another method of speculative_config, or use the backend portable"
-    ),
-    packed_mtp=(
-        "MTP heads of quantised models are withheld on sm90: no run on a GPU has shown that they "
-        "change no bit; give quantized_weights='expanded', draft by another method of "
-        "speculative_config, or use the backend portable"
     ),
 )
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from detjax.compilation.xla_flags import EXACT_OPTIONS
-from detjax.models.config import Gating, ModelConfig
+from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
     ParamRole,
@@ -78,12 +78,7 @@ def why_not_trained(config: ModelConfig) -> str | None:
 def _has_later_gradients(config: ModelConfig) -> bool:
     """Whether a model has what the gradients of the first families have not."""
     return (
-        config.gating is not Gating.SWIGLU
-        or config.gain_offset != 0
-        or config.tie_word_embeddings != config.ties_table
-        or config.has_shared_expert
-        or config.has_sigmoid_router
-        or config.has_sinks
+        config.has_sinks
         or config.has_clamped_experts
         or (config.attention_softcap or config.logits_softcap) is not None
     )

@@ -20,9 +20,7 @@ from detjax.models.config import ExpertConfig, LinearAttentionConfig
 from detjax.models.family import MtpLayout
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.mtp import random_mtp_head
@@ -71,12 +69,6 @@ ASKED = Request(
 )
 SIZES = {"batch_size": 4, "prefill_chunk": 128, "max_len": 384, "self_check": "off"}
 DRAFTS = {"draft_weights": "mtp", "verify_window": 5, "verify_rows": 4, "verify_patience": 0}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_withheld(monkeypatch):
-    """Heads with experts, and of quantised models, are until these tests have run."""
-    monkeypatch.setattr(sm90, "withheld", Withheld())
 
 
 def layout_of(family: str) -> MtpLayout:

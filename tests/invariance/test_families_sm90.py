@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detjax.defaults import AUTO, FP8_CACHE
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
@@ -39,8 +40,12 @@ CASES = (
     "seed_oss", "gpt_oss", "qwen3_5", "gemma2", "gemma2_wide", "gemma3_wide", "qwen3_5_wide",
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
+WANTED = json.loads((GOLDEN.parent / "family_bits.json").read_text())
+"""CRC-32 of whole answers by `reference`, of families whose answers by a GPU are not there yet."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
+FLOAT8 = " fp8"
+"""Ends the name of a case whose keys and values have 8 bits."""
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
 MAX_OTHER_ROUTES = 0.02
@@ -59,6 +64,7 @@ def config_of(case: str) -> ModelConfig:
     eight queries a key/value head, and widths that are no multiples of 128, as 2880 of
     gpt-oss. With linear attention 16 heads of keys and 32 of values.
     """
+    case = case.removesuffix(FLOAT8)
     name = case.removesuffix(WIDE)
     head_dim = 64 if name == case else 256
     config = dataclasses.replace(load_config(GOLDEN / name), head_dim=head_dim, eos_token_ids=())
@@ -80,9 +86,14 @@ def config_of(case: str) -> ModelConfig:
     )
 
 
+def profile_of(case: str) -> NumericsProfile:
+    """The default, or that of 8-bit keys and values."""
+    return NumericsProfile.of("bfloat16", FP8_CACHE if case.endswith(FLOAT8) else AUTO)
+
+
 @cache
 def model(case: str, backend: Backend = Backend.SM90, tp: int = 1) -> LoadedModel:
-    return dummy_model(config_of(case), backend=backend, tp=tp)
+    return dummy_model(config_of(case), backend=backend, tp=tp, profile=profile_of(case))
 
 
 def requests() -> list[Request]:
@@ -108,10 +119,10 @@ def crc_of(found: list[Completion]) -> int:
     return zlib.crc32(b"".join(np.asarray(c.logprobs, np.float32).tobytes() for c in found))
 
 
-@pytest.mark.parametrize("case", quick_and_slow(["gemma2"], CASES))
+@pytest.mark.parametrize("case", quick_and_slow(["gemma2"], dict.fromkeys([*CASES, *WANTED])))
 def test_the_kernels_take_every_layer(case):
     """They are traced on any machine."""
-    assert abstract._why_not_traced(config_of(case), NumericsProfile(), Backend.SM90, 1) is None
+    assert abstract._why_not_traced(config_of(case), profile_of(case), Backend.SM90, 1) is None
 
 
 @pytest.mark.slow
@@ -247,10 +258,6 @@ def test_whole_answers_of_wide_heads_have_the_bits_of_the_reference(case):
     assert crc_of(answers(case, batch_size=4, prefill_chunk=64)) == wanted[case]
 
 
-WANTED = json.loads((GOLDEN.parent / "family_bits.json").read_text())
-"""CRC-32 of whole answers by `reference`, of families whose answers by a GPU are not there yet."""
-
-
 @pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.parametrize("case", WANTED)
@@ -267,7 +274,7 @@ def test_whole_answers_have_the_bits_of_the_reference(case):
 
 ON_TWO_RANKS = (
     "qwen3_5_moe", "glm4_moe", "gpt_oss", "qwen3_5_wide", "gemma3", "qwen2_moe", "qwen3_5",
-    "ministral3", "qwen3_next", "olmo3", "gemma2", "phi4_longrope",
+    "ministral3", "qwen3_next", "olmo3", "gemma2", "phi4_longrope", "gpt_oss fp8", "gemma3 fp8",
 )  # fmt: skip
 """Cases whose layers have parts that others do not: each kind of attention, norm and mixture."""
 

@@ -16,9 +16,8 @@ import pytest
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
-from detjax.models.abstract import why_unsupported, why_weights_unsupported
+from detjax.models.abstract import why_unsupported
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels import sm90 as sm90_kernels
 from detjax.pallas_kernels.attention import sm90, sm90_float8_pages, sm90_prefill
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS
@@ -28,7 +27,6 @@ from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 from detjax.testing.dummies import dummy_config
 from detjax.testing.operation_cases import answer_cases, digest_of, operation_case
@@ -155,14 +153,11 @@ def test_prefill_has_the_bits_of_the_same_pages_in_bfloat16(channels, window):
     assert_bitwise_equal(actual, expected, claim="float8 is read exactly")
 
 
-def test_models_with_it_are_refused_until_a_gpu_has_run_the_tests_below():
-    config = dummy_config()
-    assert why_unsupported(config, PROFILE, Backend.PORTABLE, 1) is None
-    reason = why_unsupported(config, PROFILE, Backend.SM90, 1)
-    assert reason == sm90_kernels.withheld.float8_cache
-    assert "--kv-cache-dtype" in reason
-    weights = why_weights_unsupported(config, PROFILE, Backend.SM90, 1, params={}, specs={})
-    assert weights == reason
+def test_models_with_it_are_taken_but_for_wide_heads():
+    assert why_unsupported(dummy_config(head_dim=64), PROFILE, Backend.SM90, 1) is None
+    wide = dummy_config(head_dim=256, hidden_size=512, num_heads=2, num_kv_heads=1)
+    reason = why_unsupported(wide, PROFILE, Backend.SM90, 1)
+    assert reason is not None and "256" in reason, reason
 
 
 GPU = [pytest.mark.gpu, pytest.mark.invariance]
@@ -172,11 +167,6 @@ class TestOnHopper:
     """The kernels themselves."""
 
     pytestmark = GPU
-
-    @pytest.fixture(autouse=True)
-    def nothing_is_withheld(self, monkeypatch):
-        """What is withheld until these tests have run."""
-        monkeypatch.setattr(sm90_kernels, "withheld", Withheld())
 
     @pytest.mark.parametrize("channels", [64, 128])
     @pytest.mark.parametrize("options", DECODES, ids=str)

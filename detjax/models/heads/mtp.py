@@ -24,7 +24,6 @@ from detjax.models.weights.files import StoredTensor
 from detjax.models.weights.load import check_tensors, ignore_progress, place_stored
 from detjax.models.weights.packed import has_packed
 from detjax.models.weights.reading import AnyReading, Reading, read_by, readings
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
 from detjax.parallel.mesh import TP_AXIS
 
@@ -167,14 +166,10 @@ def check_mtp_head(head_config: HeadConfig, model: LoadedModel) -> None:
     """Refuse a head that cannot run beside a model.
 
     Raises:
-        ValueError: As `check_head` does, if no run has shown the bits beside such a head, or if
-            ranks share a layer of a head with experts or of a model whose weights are packed.
+        ValueError: As `check_head` does, or if ranks share a layer of a head with experts or of a
+            model whose weights are packed.
     """
-    tp, withheld = model.mesh.shape[TP_AXIS], KERNELS[model.backend].withheld
-    reasons = [withheld.head_experts] if head_config.layer.experts is not None else []
-    reasons += [withheld.packed_mtp] if has_packed(model.params) else []
-    if why := next(filter(None, reasons), ""):
-        raise ValueError(why)
+    tp = model.mesh.shape[TP_AXIS]
     check_head(head_config, model)
     if tp > 1 and head_config.layer.experts is not None:
         raise ValueError(
