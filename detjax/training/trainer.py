@@ -165,7 +165,7 @@ class Trainer:
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
         self._norm = jax.jit(global_norm, compiler_options=EXACT_OPTIONS)
-        self._tie = jax.jit(self._tied, compiler_options=EXACT_OPTIONS)
+        self._tie = jax.jit(jnp.add, compiler_options=EXACT_OPTIONS)
         self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
     @finishes_before_exit
@@ -221,8 +221,20 @@ class Trainer:
             also on which sequences share a microbatch.
         """
         self._check_ids(batches)
+        total, logprobs, entropy = self._total_gradient(state.params, batches)
+        state, norm = self._updated(state, total)
+        output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
+        return state, output
+
+    def _total_gradient(
+        self, masters: dict, batches: list[Batch]
+    ) -> tuple[dict, np.ndarray, np.ndarray]:
+        """The gradient of all sequences, whole on each device, and rows' logprobs and entropy.
+
+        WHY: apart from the update, so that whole masters and each replica's sums are freed before.
+        """
         specs = self._replicas.specs
-        params = self._replicas.each(self._gather(state.params), specs)
+        params = self._replicas.each(self._gather(masters), specs)
         runs = aligned_runs(batches, num_shares=len(params))
         sums = [SubtreeSums(self._add) for _ in params]
         logprobs, entropy = (
@@ -244,10 +256,7 @@ class Trainer:
             _zeros_like(self._used(own)) if total.is_empty else total.total()
             for own, total in zip(params, sums, strict=True)
         ]
-        stacked = self._replicas.stacked(totals, self._used(specs))
-        state, norm = self._updated(state, self._reduce(stacked))
-        output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
-        return state, output
+        return self._reduce(self._replicas.stacked(totals, self._used(specs))), logprobs, entropy
 
     def _check_ids(self, batches: list[Batch]) -> None:
         vocab_size = self._model.config.vocab_size
@@ -269,7 +278,7 @@ class Trainer:
         """The gradient of masters, of that of their uses: two uses are added once, at the end."""
         if self._lora is None and self._model.config.tie_word_embeddings:
             total = dict(total)
-            return total | {"embed": total["embed"] + total.pop("lm_head")}
+            return total | {"embed": self._tie(total["embed"], total.pop("lm_head"))}
         return total
 
     def _local_gather(self, params: dict) -> dict:
@@ -325,7 +334,7 @@ class Trainer:
 
     def _updated(self, state: TrainState, total: dict) -> tuple[TrainState, jax.Array]:
         """Update every device's share from the whole gradient."""
-        totals = [self._tie(one) for one in _by_device(self._mesh, total)]
+        totals = [self._tied(one) for one in _by_device(self._mesh, total)]
         states = _by_device(self._mesh, state)
         norm = self._norm(totals[0])
         parts = []
