@@ -53,13 +53,15 @@ def by_use(params: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> dic
     return params | {"lm_head": master, "embed": scaled(master)}
 
 
-def of_masters(total: dict[str, Any], config: ModelConfig, dtype: jnp.dtype) -> dict[str, Any]:
-    """The gradient of masters, of that of their uses: a table's two are added once, at the end."""
-    if not config.tie_word_embeddings:
-        return total
-    total = dict(total)
-    own = of_table(total["embed"], config, dtype)
-    return total | {"embed": own + total.pop("lm_head")}
+def of_uses(
+    of_embed: Float32[Array, "V D"],
+    of_head: Float32[Array, "V D"],
+    *,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+) -> Float32[Array, "V D"]:
+    """The gradient of a tied master, of those of its two uses, each a whole sum over tokens."""
+    return of_table(of_embed, config, dtype) + of_head
 
 
 def of_table(

@@ -36,7 +36,7 @@ from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
-from detjax.training.rounding import by_use, of_masters
+from detjax.training.rounding import by_use, of_uses
 from detjax.training.sharing import replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
 from detjax.training.weights import master_params, master_shapes, move_bits
@@ -166,7 +166,9 @@ class Trainer:
             partial(jax.tree.map, jnp.add), donate_argnums=0, options=EXACT_OPTIONS
         )
         self._norm = jax.jit(global_norm, compiler_options=EXACT_OPTIONS)
-        self._tie = jax.jit(self._tied, compiler_options=EXACT_OPTIONS)
+        dtype = self._model.profile.param_dtype
+        tie = partial(of_uses, config=self._model.config, dtype=dtype)
+        self._tie = jax.jit(tie, compiler_options=EXACT_OPTIONS)
         self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
 
     @finishes_before_exit
@@ -222,8 +224,20 @@ class Trainer:
             also on which sequences share a microbatch.
         """
         self._check_ids(batches)
+        total, logprobs, entropy = self._total_gradient(state.params, batches)
+        state, norm = self._updated(state, total)
+        output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
+        return state, output
+
+    def _total_gradient(
+        self, masters: dict, batches: list[Batch]
+    ) -> tuple[dict, np.ndarray, np.ndarray]:
+        """The gradient of all sequences, whole on each device, and rows' logprobs and entropy.
+
+        WHY: apart from the update, so that whole masters and each replica's sums are freed before.
+        """
         specs = self._replicas.specs
-        params = self._replicas.each(self._gather(state.params), specs)
+        params = self._replicas.each(self._gather(masters), specs)
         runs = aligned_runs(batches, num_shares=len(params))
         sums = [SubtreeSums(self._add) for _ in params]
         logprobs, entropy = (
@@ -245,10 +259,7 @@ class Trainer:
             _zeros_like(self._used(own)) if total.is_empty else total.total()
             for own, total in zip(params, sums, strict=True)
         ]
-        stacked = self._replicas.stacked(totals, self._used(specs))
-        state, norm = self._updated(state, self._reduce(stacked))
-        output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
-        return state, output
+        return self._reduce(self._replicas.stacked(totals, self._used(specs))), logprobs, entropy
 
     def _check_ids(self, batches: list[Batch]) -> None:
         vocab_size = self._model.config.vocab_size
@@ -267,9 +278,11 @@ class Trainer:
         return tree
 
     def _tied(self, total: dict) -> dict:
-        if self._lora is not None:
-            return total
-        return of_masters(total, self._model.config, self._model.profile.param_dtype)
+        """The gradient of masters, of that of their uses: two uses are added once, at the end."""
+        if self._lora is None and self._model.config.tie_word_embeddings:
+            total = dict(total)
+            return total | {"embed": self._tie(total["embed"], total.pop("lm_head"))}
+        return total
 
     def _local_gather(self, params: dict) -> dict:
         """Gather on every device what it has while it computes, by copies only."""
@@ -326,7 +339,7 @@ class Trainer:
 
     def _updated(self, state: TrainState, total: dict) -> tuple[TrainState, jax.Array]:
         """Update every device's share from the whole gradient."""
-        totals = [self._tie(one) for one in _by_device(self._mesh, total)]
+        totals = [self._tied(one) for one in _by_device(self._mesh, total)]
         states = _by_device(self._mesh, state)
         norm = self._norm(totals[0])
         parts = []

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.pallas_kernels.backend import Backend
@@ -19,6 +20,7 @@ from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training import trainer as trainer_module
 from detjax.training.batch import Layout, Scored, aligned_runs, pack
 from detjax.training.checkpoint import restore_state, save_state
 from detjax.training.gradients import Backward
@@ -360,8 +362,12 @@ UPDATES = 50
 
 def weights_hash(state: TrainState) -> str:
     """Of every bit of the masters."""
+    return bits_hash(state.params)
+
+
+def bits_hash(tree: object) -> str:
     total = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(jax.device_get(state.params)):
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(tree)):
         total.update(jax.tree_util.keystr(path).encode() + np.ascontiguousarray(leaf).tobytes())
     return total.hexdigest()
 
@@ -417,6 +423,40 @@ def test_control_fifty_updates_of_xlas_backward_have_a_hash_for_each_batching(se
     hashes = {weights_hash(updated(of, batches, updates=UPDATES)[0]) for batches in batchings}
     assert len(hashes) == 3
     assert fifty not in hashes
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_masters_and_moments_have_one_hash_in_parts_and_whole(sequences, tmp_path, monkeypatch):
+    """Three updates with state in one, two or four parts, of ranks that share layers, and whole.
+
+    Then each stopped after the first update, and continued in the other layout. Control: the list
+    in another order.
+    """
+    four = sequences[:4]
+
+    def run(of: Trainer, updates: int, state: TrainState | None = None) -> TrainState:
+        return updated(of, cut(four, 1), updates=updates, state=state)[0]
+
+    expected = bits_hash(run(sharing_trainer(1, 1), 3))
+    for dp, tp in ((2, 1), (4, 1), (2, 2)):
+        state = run(sharing_trainer(dp, tp), 3)
+        q, parts = state.params["layers"][0]["q"], dp * tp
+        assert {shard.data.size for shard in q.addressable_shards} == {q.size // parts}
+        assert bits_hash(state) == expected, f"({dp}, {tp})"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "state_partition", lambda shape, num_devices: P())
+        whole = sharing_trainer.__wrapped__(4, 1)
+    of_layouts = [whole, sharing_trainer(4, 1)]
+    for i, (first, then) in enumerate((of_layouts, of_layouts[::-1])):
+        state = run(first, 1)
+        q = state.params["layers"][0]["q"]
+        assert {shard.data.size for shard in q.addressable_shards} == {q.size // (1, 4)[i]}
+        save_state(tmp_path / str(i), state, facts=FACTS)
+        state = restore_state(tmp_path / str(i), then, facts=FACTS)
+        assert bits_hash(run(then, 2, state)) == expected, f"continued from layout {i}"
+    turned = updated(sharing_trainer(1, 1), cut([four[i] for i in (0, 2, 1, 3)], 1), updates=3)[0]
+    assert bits_hash(turned) != expected
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,41 @@ def test_updates_are_bitwise_mesh_invariant(dp, tp, batches):
     assert shares == {found.params["layers"][0]["q"].size // (dp * tp)}
 
 
+def test_each_device_has_its_part_of_masters_and_moments():
+    """Four devices: parts that do not overlap, and that together are the whole of each array."""
+    state = trainer(4).init()
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    masters = jax.tree.leaves(state.params)
+    assert len(moments) == 2 * len(masters)
+    for leaf in (*masters, *moments):
+        parts = {str(shard.index): shard for shard in leaf.addressable_shards}
+        assert len({shard.device for shard in parts.values()}) == 4
+        assert sum(shard.data.size for shard in parts.values()) == leaf.size
+        assert {shard.data.size for shard in parts.values()} == {leaf.size // 4}
+
+
+@pytest.mark.slow
+def test_whole_masters_are_freed_before_the_update(batches, monkeypatch):
+    """While weights are updated no device holds what it computed gradients with."""
+    of = trainer(2)
+    state, update, counts = of.init(), of._updated, []
+    shape = state.params["layers"][0]["q"].shape
+
+    def num_whole() -> int:
+        """Arrays of one device that have the shape of a whole master."""
+        found = [x for x in jax.live_arrays() if x.shape == shape]
+        return sum(len(x.sharding.device_set) == 1 for x in found)
+
+    def checked(state, total):
+        counts.append(num_whole())
+        return update(state, total)
+
+    monkeypatch.setattr(of, "_updated", checked)
+    before = num_whole()
+    of.step(state, batches[:1])
+    assert counts == [before]
+
+
 @pytest.mark.slow
 @pytest.mark.control
 def test_control_another_order_of_microbatches_has_other_bits(batches):
