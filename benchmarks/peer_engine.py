@@ -12,6 +12,8 @@ import itertools
 import json
 import os
 import platform
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +121,7 @@ class AbstractPeer(abc.ABC):
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What a row says of it: versions, and how it was opened."""
+        """What a row says of it when it has been measured: versions, and how it was opened."""
 
 
 class DetjaxPeer(AbstractPeer):
@@ -148,6 +150,7 @@ class DetjaxPeer(AbstractPeer):
         for some in (short, [long]):
             asked = [self._requests(prompts, num_tokens) for prompts, num_tokens in some]
             self._llm.engine.compile(requests=list(itertools.chain(*asked)))
+        self._compile_s = self._llm.engine.stats().compile_s
 
     @staticmethod
     def _requests(prompts: Prompts, num_tokens: int) -> list:
@@ -162,13 +165,15 @@ class DetjaxPeer(AbstractPeer):
         return [len(answer.token_ids) for answer in answers]
 
     def facts(self) -> dict[str, Any]:
-        """Return the fingerprint, jax, and what quantising took."""
+        """Return versions, sizes, and seconds of quantising and of compiling while measured."""
         import jax
 
         versions = {"python": platform.python_version(), "jax": jax.__version__}
         return {
             "versions": versions,
             "fingerprint": self._llm.config.fingerprint,
+            "compiled_late_s": self._llm.engine.stats().compile_s - self._compile_s,
+            "cache_gib": self._llm.config.cache_bytes / 2**30,
             "quantize_s": self._quantize_s,
         }
 
@@ -278,6 +283,18 @@ def open_peer(name: str, folder: Path, backend: str, sizes: Sizes) -> AbstractPe
     return DetjaxPeer(kind.scheme, folder, backend, sizes)
 
 
+def end_with_parent() -> None:
+    """End this process group when the process that has started it is gone, however it ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Open, wait, measure, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -288,14 +305,16 @@ def main() -> None:
     parser.add_argument("--files", required=True, type=Path, help="where ready, go and the row lie")
     parser.add_argument("--measure", required=True, nargs="+", choices=MEASURES)
     args = parser.parse_args()
+    end_with_parent()
     sizes = SIZES[args.model]
     began_s = time.perf_counter()
     peer = open_peer(args.engine, args.folder, args.backend, sizes)
-    row = {"start_s": round(time.perf_counter() - began_s, 2)} | peer.facts()
+    start_s = round(time.perf_counter() - began_s, 2)
     (args.files / READY).touch()
     while not (args.files / GO).exists():
         time.sleep(0.02)
-    row |= measure(peer, sizes, args.measure)
+    measured = measure(peer, sizes, args.measure)
+    row = {"start_s": start_s} | peer.facts() | measured
     part = args.files / f"{ROW}.part"
     part.write_text(json.dumps(row))
     part.rename(args.files / ROW)

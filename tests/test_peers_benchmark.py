@@ -130,6 +130,30 @@ def test_engines_run_side_by_side_and_one_that_fails_stops_no_other(processes):
     assert all(process.poll() is not None for process in processes)
 
 
+def test_an_engine_ends_with_the_process_that_has_started_it(tmp_path):
+    """A run that is killed leaves no engine on a GPU."""
+    engine = (
+        "import os, pathlib, sys, time; from benchmarks.peer_engine import end_with_parent;"
+        "end_with_parent(); pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    run = (
+        "import pathlib, subprocess, sys, time;"
+        "subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True);"
+        "[time.sleep(0.01) for _ in range(2000) if not pathlib.Path(sys.argv[2]).exists()]"
+    )
+    file = tmp_path / "pid"
+    subprocess.run([sys.executable, "-c", run, engine, str(file)], check=True, timeout=30)
+    for _ in range(200):
+        # What has ended and was not waited for still has a folder, without a command line.
+        if not (Path("/proc") / file.read_text() / "cmdline").exists():
+            break
+        if not (Path("/proc") / file.read_text() / "cmdline").read_bytes():
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("the engine has outlived the run")
+
+
 def test_rows_are_appended_and_name_engine_gpu_and_error(processes, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "check", lambda parser, args: None)
     monkeypatch.setattr(peers, "write_random", lambda name, folder: Path(folder).mkdir())
@@ -168,4 +192,5 @@ def test_detjax_is_measured_in_each_form_of_its_weights(tmp_path):
     assert code == 0 and [row["name"] for row in rows] == names
     for row in rows:
         assert set(row["decode_ms"]) == {"1", "2"} and row["offline_3x5_4_s"] > 0
+        assert row["compiled_late_s"] == 0, "all that is needed is compiled ahead"
     assert len({row["fingerprint"] for row in rows}) == 3
