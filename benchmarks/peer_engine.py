@@ -2,7 +2,7 @@
 """One engine of `benchmarks.peers`, in a process of its own: how it is opened, asked and timed.
 
 The process opens its engine, makes the file `ready`, waits for the file `go`, measures, and writes
-`row.json`. A process of vLLM does not import detjax.
+`row.json`. Processes of other engines do not import detjax.
 """
 
 import abc
@@ -74,14 +74,14 @@ class Kind:
 
     Attributes:
         title: As rows and tables call it.
-        is_vllm: Or it is detjax.
+        package: That it comes from: "detjax", "vllm" or "sglang".
         scheme: Of detjax's weights: "bfloat16", or a recipe of `detjax.quantize`.
-        options: Of vLLM's `LLM`.
+        options: Of vLLM's `LLM`, or of SGLang's `Engine`.
         environment: Of its process.
     """
 
     title: str
-    is_vllm: bool = True
+    package: str = "vllm"
     scheme: str = "bfloat16"
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -90,16 +90,16 @@ class Kind:
 _INVARIANT = {"attention_config": {"backend": "FLASH_ATTN"}}
 _INVARIANT_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
 KINDS = {
-    "detjax-bfloat16": Kind(title="detjax invariant bfloat16", is_vllm=False),
+    "detjax-bfloat16": Kind(title="detjax invariant bfloat16", package="detjax"),
     "vllm": Kind(title="vLLM default bfloat16"),
     "vllm-batch-invariant": Kind(
         title="vLLM batch-invariant bfloat16",
         options=_INVARIANT,
         environment=_INVARIANT_ENVIRONMENT,
     ),
-    "detjax-fp8": Kind(title="detjax invariant fp8 (W8A8)", is_vllm=False, scheme="fp8-dynamic"),
+    "detjax-fp8": Kind(title="detjax invariant fp8 (W8A8)", package="detjax", scheme="fp8-dynamic"),
     "vllm-fp8": Kind(title="vLLM fp8 (online, W8A8)", options={"quantization": "fp8"}),
-    "detjax-int8": Kind(title="detjax invariant int8 (W8A8)", is_vllm=False, scheme="int8-w8a8"),
+    "detjax-int8": Kind(title="detjax invariant int8 (W8A8)", package="detjax", scheme="int8-w8a8"),
     "vllm-fp8-batch-invariant": Kind(
         title="vLLM fp8 batch-invariant",
         options=_INVARIANT | {"quantization": "fp8"},
@@ -107,6 +107,12 @@ KINDS = {
     ),
     "vllm-fp8-per-channel": Kind(
         title="vLLM fp8 per channel (online, W8A8)", options={"quantization": "fp8_per_channel"}
+    ),
+    "sglang": Kind(title="SGLang default bfloat16", package="sglang"),
+    "sglang-batch-invariant": Kind(
+        title="SGLang batch-invariant bfloat16",
+        package="sglang",
+        options={"enable_deterministic_inference": True},
     ),
 }
 """By name, those that matter most first."""
@@ -202,12 +208,52 @@ class VllmPeer(AbstractPeer):
 
     def facts(self) -> dict[str, Any]:
         """Return versions and options."""
-        names = ("torch", "triton", "transformers")
-        versions = {name: importlib.import_module(name).__version__ for name in names}
-        versions |= {"python": platform.python_version(), "vllm": self._vllm.__version__}
+        version = self._vllm.__version__
         return {
-            "version": self._vllm.__version__, "versions": versions, "options": self._options
+            "version": version, "versions": torch_versions() | {"vllm": version},
+            "options": self._options,
         }  # fmt: skip
+
+
+class SglangPeer(AbstractPeer):
+    """SGLang, with weights that it draws itself; it reads the configuration of a folder."""
+
+    def __init__(self, options: Mapping[str, Any], folder: Path, sizes: Sizes):
+        """Start it with its defaults, but for sizes, the prefix cache, FlashAttention 3, options.
+
+        Sampling by PyTorch is said because the default is compiled when it starts; greedy answers
+        use neither.
+        """
+        self._sglang = importlib.import_module("sglang")
+        self._options = {
+            "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+            "context_length": sizes.max_len, "max_running_requests": sizes.slots,
+            "cuda_graph_max_bs": sizes.slots, "disable_radix_cache": True,
+            "attention_backend": "fa3", "sampling_backend": "pytorch", **options,
+        }  # fmt: skip
+        self._engine = self._sglang.Engine(model_path=str(folder / "bfloat16"), **self._options)
+
+    def generate(self, prompts: Prompts, num_tokens: int) -> list[int]:
+        """Through `Engine.generate`, which returns ids where it has no tokenizer."""
+        sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
+        asked = [list(one) for one in prompts]
+        answers = self._engine.generate(input_ids=asked, sampling_params=sampling)
+        return [len(answer["output_ids"]) for answer in answers]
+
+    def facts(self) -> dict[str, Any]:
+        """Return versions and options."""
+        version = self._sglang.__version__
+        return {
+            "version": version, "versions": torch_versions() | {"sglang": version},
+            "options": self._options,
+        }  # fmt: skip
+
+
+def torch_versions() -> dict[str, str]:
+    """Versions of what both others build on."""
+    names = ("torch", "triton", "transformers")
+    versions = {name: importlib.import_module(name).__version__ for name in names}
+    return versions | {"python": platform.python_version()}
 
 
 def draw_prompts(count: int, length: int, sizes: Sizes) -> list[list[int]]:
@@ -278,8 +324,10 @@ def measure(
 def open_peer(name: str, folder: Path, backend: str, sizes: Sizes) -> AbstractPeer:
     """Open an engine of `KINDS`."""
     kind = KINDS[name]
-    if kind.is_vllm:
+    if kind.package == "vllm":
         return VllmPeer(kind.options, folder, sizes)
+    if kind.package == "sglang":
+        return SglangPeer(kind.options, folder, sizes)
     return DetjaxPeer(kind.scheme, folder, backend, sizes)
 
 

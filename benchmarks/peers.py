@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""detjax and vLLM as whole engines: one run, one machine, one protocol, the same prompts.
+"""detjax, vLLM and SGLang as whole engines: one run, one machine, one protocol, the same prompts.
 
 python -m benchmarks.peers --gpus 2 --vllm-path /tmp/vllm --out rows.jsonl
 python -m benchmarks.peers --engines detjax-bfloat16 vllm --measure decode --out rows.jsonl
@@ -42,7 +42,12 @@ STDERR = rich.console.Console(stderr=True)
 VLLM = "0.26.0"
 """The version whose bundle `benchmarks.peers_bundle` makes."""
 
-DEFAULT_ENGINES = [name for name in KINDS if name != "vllm-fp8-per-channel"]
+VERSIONS = {"vllm": VLLM, "sglang": "0.5.13.post1"}
+DEFAULT_ENGINES = [
+    name
+    for name, kind in KINDS.items()
+    if kind.package != "sglang" and name != "vllm-fp8-per-channel"
+]
 LOG_LINES, LOG_CHARS = 12, 1500
 TOLD = ("attention backend", "Selected ", "max_num_batched_tokens", "KV cache size")
 """What a log says of the choices that an engine has made."""
@@ -83,9 +88,8 @@ class Worker:
             # beside weights of bfloat16. vLLM takes 92 %.
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
         }  # fmt: skip
-        if kind.is_vllm and args.vllm_path:
-            paths = [args.vllm_path, os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        paths = [search_path(kind.package, args), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [
             sys.executable, "-m", "benchmarks.peer_engine", "--engine", name, "--model", args.model,
             "--backend", args.backend, "--folder", args.folder, "--files", str(files),
@@ -145,6 +149,11 @@ class Worker:
             except ProcessLookupError:
                 return
             time.sleep(0.1)
+
+
+def search_path(package: str, args: argparse.Namespace) -> str:
+    """Where an engine is imported from before all else; empty for what Python finds."""
+    return {"vllm": args.vllm_path, "sglang": args.sglang_path}.get(package, "")
 
 
 def run_side_by_side(
@@ -239,6 +248,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm-path", default="", help="folder to import vLLM from, if not Python's"
     )
+    parser.add_argument("--sglang-path", default="", help="likewise; may be several folders")
     parser.add_argument("--model", choices=list(SIZES), default="llama3_8b")
     parser.add_argument("--backend", default="sm90", help="of detjax")
     parser.add_argument(
@@ -258,14 +268,16 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuse what cannot run."""
     if args.gpus < 1:
         parser.error(f"--gpus {args.gpus} must be at least 1")
-    of_vllm = [name for name in args.engines if KINDS[name].is_vllm]
-    path = [args.vllm_path] if args.vllm_path else None
-    if of_vllm and importlib.machinery.PathFinder.find_spec("vllm", path) is None:
-        parser.error(
-            f"--engines {' '.join(of_vllm)} need vLLM, which is not in "
-            f"{args.vllm_path or 'this Python'}: install vllm=={VLLM}, or give --vllm-path the "
-            "folder that benchmarks.peers_bundle makes, or name other engines"
-        )
+    for package, version in VERSIONS.items():
+        names = [name for name in args.engines if KINDS[name].package == package]
+        path = search_path(package, args)
+        places = path.split(os.pathsep) if path else None
+        if names and importlib.machinery.PathFinder.find_spec(package, places) is None:
+            parser.error(
+                f"--engines {' '.join(names)} need {package}, which is not in "
+                f"{path or 'this Python'}: install {package}=={version}, or give --{package}-path "
+                "a folder that has it (docs/benchmarks.md says how), or name other engines"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -284,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for names in itertools.batched(args.engines, args.gpus):
         for worker, found in run_side_by_side(names, args):
-            version = {} if KINDS[worker.name].is_vllm else {"version": of_run["commit"]}
+            is_ours = KINDS[worker.name].package == "detjax"
+            version = {"version": of_run["commit"]} if is_ours else {}
             rows.append(row_of(worker, found, args) | version | of_run)
             keep(rows[-1], args.out)
     show(rows)

@@ -172,7 +172,9 @@ def test_rows_are_appended_and_name_engine_gpu_and_error(processes, monkeypatch,
 def test_what_cannot_run_is_refused_by_name(capsys, tmp_path):
     for argv, message in (
         (["--vllm-path", str(tmp_path), "--engines", "detjax-int8", "vllm", "vllm-fp8"],
-         f"--engines vllm vllm-fp8 need vLLM, which is not in {tmp_path}"),
+         f"--engines vllm vllm-fp8 need vllm, which is not in {tmp_path}: install vllm==0.26.0"),
+        (["--sglang-path", f"{tmp_path}{os.pathsep}{tmp_path}", "--engines", "sglang"],
+         "--engines sglang need sglang, which is not in"),
         (["--gpus", "0", "--engines", "detjax-int8"], "--gpus 0 must be at least 1"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as end:
