@@ -29,7 +29,7 @@ MATRIX_FLOP_PER_S = 790e12
 """bfloat16 products on an H200, as the share of prefill is counted."""
 
 
-def _output_of(*command: str) -> str:
+def output_of(*command: str) -> str:
     """First line that a command prints, or "unknown"."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -43,9 +43,9 @@ def environment(backend: Backend) -> dict[str, str]:
     device = jax.devices(backend.platform)[0]
     return {
         "gpu": device.device_kind,
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
-        "commit": _output_of("git", "describe", "--always", "--dirty=+"),
+        "commit": output_of("git", "describe", "--always", "--dirty=+"),
         "fingerprint": fingerprint(NumericsProfile(), Build.current(backend.value, device)),
         "xla_flags": os.environ.get("XLA_FLAGS", "").strip(),
         "date": time.strftime("%Y-%m-%d"),

@@ -450,7 +450,7 @@ def test_experts_beside_ragged_dot(write, command):
 
 def peer(engine, scale, **fields):
     row = {"subject": "engine", "engine": engine, "version": "9", "date": "2026-02-03",
-           "gpu": "NVIDIA H200", "prefill_4000_ms": 90 * scale,
+           "prefill_4000_ms": 90 * scale,
            "decode_ms": {b: int(b) * scale for b in ("1", "8", "64", "256")},
            "offline_512x512_128_s": 9 * scale}  # fmt: skip
     return row | fields
@@ -469,6 +469,43 @@ def test_whole_engines_stand_beside_each_other_by_one_run(write):
     assert "fp8" in "".join(steps.engines()) and "fp8" not in "".join(steps.speed())
     write("peers", peer("vLLM default bfloat16", 1), date="2026-02-04")
     assert steps.speed() == []
+
+
+def measured_peer(engine, scale, **fields):
+    """A row of `benchmarks.peers`."""
+    versions = {"jax": "0.11.2"} if "detjax" in engine else {"torch": "2.11.0"}
+    return peer(engine, scale, gpus=2, driver="580", commit="abc", versions=versions, **fields)
+
+
+def test_engines_of_one_command_say_how_they_ran_and_which_failed(write):
+    part = measured_peer("vLLM fp8 (online, W8A8)", 4)
+    del part["prefill_4000_ms"], part["decode_ms"]
+    failed = {"subject": "engine", "gpus": 2}
+    error = failed | {"engine": "vLLM fp8 batch-invariant", "error": "stopped after 9 s"}
+    retried = failed | {"engine": steps.SHORT[1], "error": "was late"}
+    found = [measured_peer(name, i + 1) for i, name in enumerate(steps.SHORT)]
+    ours = measured_peer("detjax invariant int8 (W8A8)", 5)
+    http = {"subject": "http", "engine": steps.OURS, "date": "2026-01-09", "clients": 8,
+            "ttft_p50_ms": 1, "tpot_p50_ms": 2.0, "tokens_per_s": 3}  # fmt: skip
+    write("peers", peer(steps.OURS, 7), http, date="2026-01-09")
+    write("peers", found[0], retried, *found[1:], part, ours, error, gpu="h100")
+    text = "\n".join(steps.engines())
+    told = "one run of `python -m benchmarks.peers`, 3 February 2026, engines 2 at a time"
+    assert text.count(told) == 1 and "jax 0.11.2, torch 2.11.0" in text
+    assert "vLLM, fp8 batch-invariant failed: stopped after 9 s." in text and "late" not in text
+    earlier, engines, clients = tables(steps.engines())
+    assert list(engines[0])[1:] == [
+        "detjax", "vLLM 9", "vLLM 9, batch-invariant", "vLLM 9, fp8 (online, W8A8)",
+        "detjax, int8 (W8A8)",
+    ]  # fmt: skip
+    # What was not measured is empty, and a run without clients hides no earlier one.
+    assert list(engines[-1].values())[1:] == ["9.0", "18.0", "27.0", "36.0", "45.0"]
+    assert engines[0]["vLLM 9, fp8 (online, W8A8)"] == "" and earlier[0]["detjax"] == "7.00"
+    assert clients[0]["server"] == "detjax" and "Over HTTP, 9 January 2026" in text
+    # README has the run of one command, whatever the GPU.
+    assert "one NVIDIA H100 each of one host, 3 February 2026" in steps.speed()[0]
+    write("peers", measured_peer(steps.OURS, 1) | {"gpus": 1}, date="2026-02-04")
+    assert "one NVIDIA H200, one after another" in steps.speed()[0]
 
 
 def test_production_adds_up_the_parts_of_a_cache_and_keeps_the_control_apart(write):

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +34,23 @@ def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
     Raises:
         ValueError: If a row is not of the machine whose folder it stands in.
     """
-    files = sorted((RESULTS / gpu).glob(f"*-{command}.jsonl"))
-    found = map(json.loads, files[-1].read_text().splitlines()) if files else ()
-    of_subject = [row for row in found if row["subject"] == subject]
-    for row in of_subject:
-        if MACHINES[gpu] not in row["gpu"]:
-            raise ValueError(f"{row_name(row)} in {files[-1].name} is of {row['gpu']}, not {gpu}")
-    return of_subject
+    return next(_runs(command, subject, gpu), [])
+
+
+def newest_rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
+    """As `rows`, of the newest run that has such rows."""
+    return next(filter(None, _runs(command, subject, gpu)), [])
+
+
+def _runs(command: str, subject: str, gpu: str) -> Iterator[list[dict]]:
+    """Rows of a subject in each run of a command on a GPU, newest first."""
+    for file in sorted((RESULTS / gpu).glob(f"*-{command}.jsonl"), reverse=True):
+        found = map(json.loads, file.read_text().splitlines())
+        of_subject = [row for row in found if row["subject"] == subject]
+        for row in of_subject:
+            if MACHINES[gpu] not in row["gpu"]:
+                raise ValueError(f"{row_name(row)} in {file.name} is of {row['gpu']}, not {gpu}")
+        yield of_subject
 
 
 def step_of(row: dict) -> tuple[str, int, int]:

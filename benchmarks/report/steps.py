@@ -5,7 +5,16 @@ import datetime
 from collections.abc import Callable
 
 from benchmarks.common import COPY_BYTES_PER_S
-from benchmarks.report.rows import FIRST_GPU, GPUS, Part, latest, rows, step_of, table
+from benchmarks.report.rows import (
+    FIRST_GPU,
+    GPUS,
+    Part,
+    latest,
+    newest_rows,
+    rows,
+    step_of,
+    table,
+)
 
 SHAPES = ("qkv", "o", "gate_up", "down", "lm_head")
 ROW_COUNTS = (1, 8, 64, 128, 512, 2048, 8192)
@@ -227,78 +236,127 @@ OURS = "detjax invariant bfloat16"
 SHORT = (OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16")
 """Engines of README's table: the same weights in the same number format."""
 
-ENGINE_CASES: tuple[tuple[str, Callable[[dict], float], int], ...] = (
-    ("decode, batch 1, ms", lambda row: row["decode_ms"]["1"], 2),
-    ("decode, batch 8, ms", lambda row: row["decode_ms"]["8"], 2),
-    ("decode, batch 64, ms", lambda row: row["decode_ms"]["64"], 2),
-    ("decode, batch 256, ms", lambda row: row["decode_ms"]["256"], 2),
-    ("prefill of 4000 tokens, ms", lambda row: row["prefill_4000_ms"], 1),
-    ("512 requests of 512 + 128 tokens, s", lambda row: row["offline_512x512_128_s"], 1),
+ENGINE_CASES: tuple[tuple[str, Callable[[dict], float | None], int], ...] = (
+    ("decode, batch 1, ms", lambda row: row.get("decode_ms", {}).get("1"), 2),
+    ("decode, batch 8, ms", lambda row: row.get("decode_ms", {}).get("8"), 2),
+    ("decode, batch 64, ms", lambda row: row.get("decode_ms", {}).get("64"), 2),
+    ("decode, batch 256, ms", lambda row: row.get("decode_ms", {}).get("256"), 2),
+    ("prefill of 4000 tokens, ms", lambda row: row.get("prefill_4000_ms"), 1),
+    ("512 requests of 512 + 128 tokens, s", lambda row: row.get("offline_512x512_128_s"), 1),
 )
 
 
-def engine_table(names: tuple[str, ...] = ()) -> list[str]:
+def engine_rows(gpu: str) -> list[dict]:
+    """Whole engines of the newest run on a GPU, those that failed included."""
+    return rows("peers", "engine", gpu)
+
+
+def is_one_command(found: list[dict]) -> bool:
+    """Whether rows are of `benchmarks.peers`, which says more than earlier ones do."""
+    return bool(found) and "gpus" in found[0]
+
+
+def engine_table(found: list[dict], names: tuple[str, ...] = ()) -> list[str]:
     """A line for each case, a column for each engine."""
-    found = {row["engine"]: row for row in rows("peers", "engine")}
-    shown = [found[name] for name in names or found if name in found]
-    if not shown:
-        return []
-    lines = [[case, *(f"{read(row):.{n}f}" for row in shown)] for case, read, n in ENGINE_CASES]
-    return table(["", *map(engine_name, shown)], lines)
+    by_name = {row["engine"]: row for row in found if "error" not in row}
+    shown = [by_name[name] for name in names or by_name if name in by_name]
+    lines = []
+    for case, read, num_digits in ENGINE_CASES:
+        values = map(read, shown)
+        cells = ["" if value is None else f"{value:.{num_digits}f}" for value in values]
+        if any(cells):
+            lines.append([case, *cells])
+    return table(["", *map(engine_name, shown)], lines) if lines else []
 
 
 def engine_name(row: dict) -> str:
     """The engine with its version, as a column is called."""
-    rest = row["engine"].partition(" ")[2].removesuffix(" bfloat16")
-    if row["engine"] == OURS:
-        return "detjax"
-    return f"vLLM {row['version']}" + (f", {rest}" if rest != "default" else "")
+    engine, _, rest = row["engine"].removesuffix(" bfloat16").partition(" ")
+    is_ours = engine == "detjax"
+    name = engine if is_ours else f"{engine} {row['version']}" if "version" in row else engine
+    rest = rest.removeprefix("invariant").strip() if is_ours else rest
+    return f"{name}, {rest}" if rest not in ("", "default") else name
+
+
+def day_of(row: dict) -> str:
+    """The day of a row."""
+    day = datetime.date.fromisoformat(row["date"])
+    return f"{day.day} {day:%B %Y}"
 
 
 def speed() -> list[str]:
     """README's table of speed, and what it was measured on; nothing without a row of ours."""
-    ours = [row for row in rows("peers", "engine") if row["engine"] == OURS]
+    runs = [engine_rows(gpu) for gpu in GPUS]
+    found = next(filter(is_one_command, runs), engine_rows(FIRST_GPU))
+    ours = [row for row in found if row["engine"] == OURS and "error" not in row]
     if not ours:
         return []
-    day = datetime.date.fromisoformat(ours[-1]["date"])
+    each = " each of one host" if ours[-1].get("gpus", 2) > 1 else ", one after another"
     return [
-        f"Llama-3.1-8B shapes, bfloat16, whole engines, one {ours[-1]['gpu']} each of one host, "
-        f"{day.day} {day:%B %Y}, detjax at commit {ours[-1]['version']}:",
+        f"Llama-3.1-8B shapes, bfloat16, whole engines, one {ours[-1]['gpu']}{each}, "
+        f"{day_of(ours[-1])}, detjax at commit {ours[-1]['version']}:",
         "",
-        *engine_table(SHORT),
+        *engine_table(found, SHORT),
     ]
 
 
 HTTP = Part(
-    rows=lambda gpu: [rows("peers", "http", gpu)],
-    note=lambda found: "Over HTTP, N clients of plain sockets send a request at once, each for "
-    "200 streamed tokens after 1000 random tokens. detjax ran on another host than vLLM, 20 "
-    "minutes before, so differences below 2 % mean nothing.",
+    rows=lambda gpu: [newest_rows("peers", "http", gpu)],
+    note=lambda found: f"Over HTTP, {day_of(found[0])}, N clients of plain sockets send a request "
+    "at once, each for 200 streamed tokens after 1000 random tokens. detjax ran on another host "
+    "than vLLM, 20 minutes before, so differences below 2 % mean nothing.",
     columns={
         "server": engine_name, "clients": "{clients}", "tokens/s": "{tokens_per_s:,}",
         "TTFT p50, ms": "{ttft_p50_ms}", "TPOT p50, ms": "{tpot_p50_ms:.2f}",
     },
 )  # fmt: skip
 
+PROTOCOL = (
+    "Decode is (time of 130 tokens less that of 2) / 128, through each engine's own `generate`, "
+    "after prompts of {prompts} tokens. Prefill is the least of three calls, one after another. "
+    "256 slots, no prefix cache, random weights. vLLM ran with CUDA graphs. Batch-invariant is "
+    "`VLLM_BATCH_INVARIANT=1`."
+)
+
+
+def engine_note(found: list[dict]) -> str:
+    """What engines were measured on and how, and which failed."""
+    if not is_one_command(found):
+        where = "one engine a GPU, GPUs of one host, within five minutes"
+        return (
+            f"{found[0]['gpu']}, Llama-3.1-8B shapes, {where}. {PROTOCOL.format(prompts='random')}"
+        )
+    row = found[0]
+    count = row["gpus"]
+    where = f"{count} at a time, a GPU of one host each" if count > 1 else "one after another"
+    versions = {}
+    for one in found:
+        versions |= one.get("versions", {})
+    named = [f"{name} {versions[name]}" for name in ("jax", "torch", "triton") if name in versions]
+    note = (
+        f"{row['gpu']}, driver {row['driver']}, Llama-3.1-8B shapes, one run of "
+        f"`python -m benchmarks.peers`, {day_of(row)}, engines {where}. detjax at commit "
+        f"{row['commit']}; {', '.join(named)}. {PROTOCOL.format(prompts='1000 random')} "
+        "In W8A8 activations have a scale for each token. detjax's weights have one for each "
+        "channel, those of vLLM's `fp8` one for each matrix."
+    )
+    measured = {one["engine"] for one in found if "error" not in one}
+    failed = [
+        f" {engine_name(one)} failed: {one['error']}."
+        for one in found
+        if one["engine"] not in measured
+    ]
+    return note + "".join(failed)
+
 
 def engines() -> list[str]:
-    """Every engine of the same run, and what clients saw over HTTP."""
-    found = rows("peers", "engine")
-    if not found:
-        return []
-    return [
-        "",
-        "### Compared with vLLM",
-        "",
-        f"{found[0]['gpu']}, Llama-3.1-8B shapes, one engine a GPU, GPUs of one host, within five "
-        "minutes. Decode is (time of 130 tokens less that of 2) / 128, through each engine's own "
-        "`generate`, after prompts of random tokens. Prefill is the least of three calls, one "
-        "after another. 256 slots, no prefix cache, random weights. vLLM ran with CUDA graphs. "
-        "Batch-invariant is `VLLM_BATCH_INVARIANT=1`.",
-        "",
-        *engine_table(),
-        *HTTP.lines(FIRST_GPU),
-    ]
+    """Every engine of the newest run on each GPU, and what clients saw over HTTP."""
+    lines = []
+    for gpu in GPUS:
+        if found := engine_rows(gpu):
+            lines += ["", engine_note(found), "", *engine_table(found)]
+    lines += HTTP.lines(FIRST_GPU)
+    return ["", "### Compared with vLLM", *lines] if lines else []
 
 
 # ------------------------------------------------------------------------- at production sizes

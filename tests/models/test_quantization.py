@@ -923,6 +923,19 @@ def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys
     assert quantize._GROUP_SIZE.choices == GROUP_SIZES
 
 
+def test_a_folder_of_one_file_and_an_index_is_readable_when_it_is_quantised(tmp_path):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with safe_open(folder / "model-00001-of-00001.safetensors", "numpy") as file:
+        weight_map = dict.fromkeys(file.keys(), "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a8"], progress=ignore_progress)
+    with contextlib.ExitStack() as stack:
+        names = open_tensors(tmp_path / "q", stack)
+    assert "model.layers.0.mlp.up_proj.weight_scale" in names and weight_map.keys() < names.keys()
+
+
 def test_the_command_makes_groups_of_the_size_that_is_asked_for(tmp_path):
     """The width, 256, and the feed-forward width of the bundled model are whole groups of 64."""
     out = tmp_path / "q"

@@ -26,7 +26,7 @@ from detjax.models.params import ParamRole, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
 from detjax.models.weights.ahead import map_ahead
-from detjax.models.weights.files import INDEX_NAME, StoredTensor, open_tensors
+from detjax.models.weights.files import INDEX_NAME, SINGLE_NAME, StoredTensor, open_tensors
 from detjax.models.weights.reading import ExpertReading, own_name, readings
 from detjax.progress import Progress
 
@@ -131,7 +131,7 @@ def _write_files(
     recipe: Recipe,
     progress: Progress,
 ) -> None:
-    """A file for each file that was read, and an index of several."""
+    """A file for each file that was read, and an index unless it is the one that needs none."""
     by_file: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         by_file.setdefault(tensor.file.name, []).append(name)
@@ -155,7 +155,7 @@ def _write_files(
                 progress(name, done, len(tensors))
         save_file(made, out / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(made, file)
-    if len(by_file) > 1:
+    if [*by_file] != [SINGLE_NAME]:
         index = {"metadata": {}, "weight_map": file_of}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
@@ -51,7 +51,7 @@ def check_files(folder: Path) -> None:
 
 def _tensor_files(folder: Path) -> tuple[dict[str, str] | None, list[Path]]:
     """File name by tensor where the folder has an index, and the files."""
-    single, index = folder / "model.safetensors", folder / INDEX_NAME
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if single.is_file():
         return None, [single]
     if not index.is_file():
