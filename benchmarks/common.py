@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +52,10 @@ def environment(backend: Backend) -> dict[str, str]:
 
 
 class Rows:
-    """Rows of results: printed as they come, and written whole after each, so none is lost."""
+    """Rows of results: printed as they come, and appended to a file, so none is lost."""
 
     def __init__(self, card: dict[str, str], out: str | None):
-        """Print the card; write to `out` if there is one."""
+        """Print the card; append to `out` if there is one."""
         self.rows: list[dict] = []
         self._card, self._out = card, out
         print("  ".join(f"{name}={value}" for name, value in card.items()), flush=True)
@@ -66,8 +65,8 @@ class Rows:
         self.rows.append(row | self._card)
         print("  ".join(f"{name}={_short(value)}" for name, value in row.items()), flush=True)
         if self._out:
-            lines = [json.dumps(r) + "\n" for r in self.rows]
-            Path(self._out).write_text("".join(lines))
+            with open(self._out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
 
 
 def _short(value) -> str:

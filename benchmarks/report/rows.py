@@ -34,15 +34,15 @@ def rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
     Raises:
         ValueError: If a row is not of the machine whose folder it stands in.
     """
-    return next(_runs(command, subject, gpu), [])
+    return next(runs(command, subject, gpu), [])
 
 
 def newest_rows(command: str, subject: str, gpu: str = FIRST_GPU) -> list[dict]:
     """As `rows`, of the newest run that has such rows."""
-    return next(filter(None, _runs(command, subject, gpu)), [])
+    return next(filter(None, runs(command, subject, gpu)), [])
 
 
-def _runs(command: str, subject: str, gpu: str) -> Iterator[list[dict]]:
+def runs(command: str, subject: str, gpu: str = FIRST_GPU) -> Iterator[list[dict]]:
     """Rows of a subject in each run of a command on a GPU, newest first."""
     for file in sorted((RESULTS / gpu).glob(f"*-{command}.jsonl"), reverse=True):
         found = map(json.loads, file.read_text().splitlines())

@@ -12,6 +12,7 @@ from benchmarks.report.rows import (
     latest,
     newest_rows,
     rows,
+    runs,
     step_of,
     table,
 )
@@ -324,7 +325,8 @@ def engine_note(found: list[dict]) -> str:
     if not is_one_command(found):
         where = "one engine a GPU, GPUs of one host, within five minutes"
         return (
-            f"{found[0]['gpu']}, Llama-3.1-8B shapes, {where}. {PROTOCOL.format(prompts='random')}"
+            f"{found[0]['gpu']}, Llama-3.1-8B shapes, {day_of(found[0])}, {where}. "
+            f"{PROTOCOL.format(prompts='random')}"
         )
     row = found[0]
     count = row["gpus"]
@@ -350,11 +352,15 @@ def engine_note(found: list[dict]) -> str:
 
 
 def engines() -> list[str]:
-    """Every engine of the newest run on each GPU, and what clients saw over HTTP."""
+    """The newest run on each GPU, earlier ones that had further engines, and rows over HTTP."""
     lines = []
     for gpu in GPUS:
-        if found := engine_rows(gpu):
-            lines += ["", engine_note(found), "", *engine_table(found)]
+        shown: set[str] = set()
+        for found in runs("peers", "engine", gpu):
+            names = {row["engine"] for row in found if "error" not in row}
+            if names - shown or (found and not shown):
+                lines += ["", engine_note(found), "", *engine_table(found)]
+            shown |= names
     lines += HTTP.lines(FIRST_GPU)
     return ["", "### Compared with vLLM", *lines] if lines else []
 

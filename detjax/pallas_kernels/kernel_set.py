@@ -12,7 +12,6 @@ from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
-from detjax.pallas_kernels.withheld import Withheld
 
 
 class KernelSet(Protocol):
@@ -30,7 +29,6 @@ class KernelSet(Protocol):
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
-        withheld: What it refuses until a run has shown the bits.
     """
 
     takes_every_model: bool
@@ -38,7 +36,6 @@ class KernelSet(Protocol):
     steps_beat_xla: bool
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
-    withheld: Withheld
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

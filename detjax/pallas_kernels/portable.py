@@ -57,14 +57,12 @@ from detjax.pallas_kernels.sampling.portable import nucleus_sums as nucleus_sums
 from detjax.pallas_kernels.sampling.portable import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.softcap.portable import softcap as softcap
 from detjax.pallas_kernels.swiglu.portable import swiglu as swiglu
-from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = True
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-withheld = Withheld()
 
 
 def why_not_here() -> str | None:

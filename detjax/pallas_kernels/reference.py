@@ -58,14 +58,12 @@ from detjax.pallas_kernels.sampling.reference import nucleus_sums as nucleus_sum
 from detjax.pallas_kernels.sampling.reference import stats_and_choice as stats_and_choice
 from detjax.pallas_kernels.softcap.reference import softcap as softcap
 from detjax.pallas_kernels.swiglu.reference import swiglu as swiglu
-from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = False
 attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld = Withheld()
 
 
 def why_not_here() -> str | None:

@@ -61,19 +61,12 @@ from detjax.pallas_kernels.sampling.sm90_token import choose_token as choose_tok
 from detjax.pallas_kernels.sm90_here import why_not_here as why_not_here
 from detjax.pallas_kernels.softcap.sm90 import softcap as softcap
 from detjax.pallas_kernels.swiglu.sm90 import swiglu as swiglu
-from detjax.pallas_kernels.withheld import Withheld
 
 takes_every_model = False
 attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-withheld = Withheld(
-    later_gradients=(
-        "training with sinks, soft caps or experts with biases is withheld on sm90: no GPU has run "
-        "it; use the backend reference or portable"
-    ),
-)
 
 
 def what_to_install() -> str | None:

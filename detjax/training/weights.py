@@ -32,7 +32,6 @@ from detjax.models.params import (
     tensor_specs,
 )
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.dispatch import OrderedJit, put
 from detjax.parallel.mesh import TP_AXIS
 from detjax.training.rounding import stored_gain, stored_table
@@ -75,15 +74,6 @@ def why_not_trained(config: ModelConfig) -> str | None:
     return " and ".join(found) or None
 
 
-def _has_later_gradients(config: ModelConfig) -> bool:
-    """Whether a model has what the gradients of the first families have not."""
-    return (
-        config.has_sinks
-        or config.has_clamped_experts
-        or (config.attention_softcap or config.logits_softcap) is not None
-    )
-
-
 def master_params(model: LoadedModel) -> dict[str, Any]:
     """Float32 copies of a model's weights; exact.
 
@@ -109,9 +99,6 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
 def _one_rank(model: LoadedModel) -> dict[str, Any]:
     """The weights of a model that is not split."""
     tp = model.mesh.shape[TP_AXIS]
-    withheld = KERNELS[model.backend].withheld.later_gradients
-    if withheld and _has_later_gradients(model.config):
-        raise ValueError(f"a model of {model.config.family!r} cannot be trained here: {withheld}")
     if (why := why_not_trained(model.config)) is not None:
         raise ValueError(
             f"a model of {model.config.family!r} cannot be trained: {why} has no backward pass yet"

@@ -18,12 +18,10 @@ import pytest
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf
 from detjax.models.layers import ForwardContext
-from detjax.pallas_kernels import sm90
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.gradients.reference import REFERENCE_FORWARD
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
-from detjax.pallas_kernels.withheld import Withheld
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive, count_different_bits
 from detjax.testing.dummies import dummy_config, dummy_model
@@ -94,12 +92,6 @@ CONFIGS |= {
 LORA = LoraConfig(rank=8, alpha=16.0)
 LENGTH = 80
 """More than a leaf of tokens, and than the window."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_withheld(monkeypatch):
-    """The later families are until these tests have run."""
-    monkeypatch.setattr(sm90, "withheld", Withheld())
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,10 @@ def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int
     )
 
 
-def attention_gradient(*operands, **options) -> tuple[jax.Array | None, ...]:
+def attention_gradient(
+    q, k, v, out, of_out, lengths,
+    *, window: int | None, softcap: float | None = None, sinks=None,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
     """See `api.attention_gradient`."""
-    return composed.attention_gradient(SM90_FORWARD, *operands, **options)
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    return composed.attention_gradient(SM90_FORWARD, q, k, v, out, of_out, lengths, **options)
