@@ -271,13 +271,13 @@ def start(bench: Bench) -> bool:
 @contextlib.contextmanager
 def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[None]:
     """Wait for each launch of a self-check, and note its seconds by what it runs."""
-    device = engine._runner._device
+    device, ready = engine._runner._device, engine._runner._ready
 
     def timed(run: Callable, name: Callable[..., str]) -> Callable:
-        def runs(*operands):
+        def runs(*operands, **options):
             jax.block_until_ready(device._arrays)
             begin_s = time.perf_counter()
-            result = jax.block_until_ready(run(*operands))
+            result = jax.block_until_ready(run(*operands, **options))
             phases.setdefault(name(*operands), []).append(time.perf_counter() - begin_s)
             return result
 
@@ -286,10 +286,10 @@ def _timed_launches(engine: Engine, phases: dict[str, list[float]]) -> Iterator[
     def program(key: ProgramKey, *_) -> str:
         return f"{key.kind} {key.rows}x{key.length}"
 
-    run_check = timed(engine._runner.run_check, program)
+    run_check = timed(ready.run_check, program)
     checksums = timed(device.checksums, lambda *_: "checksums")
     with (
-        mock.patch.object(engine._runner, "run_check", run_check),
+        mock.patch.object(ready, "run_check", run_check),
         mock.patch.object(device, "checksums", checksums),
     ):
         yield

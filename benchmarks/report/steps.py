@@ -287,8 +287,8 @@ def day_of(row: dict) -> str:
 
 def speed() -> list[str]:
     """README's table of speed, and what it was measured on; nothing without a row of ours."""
-    runs = [engine_rows(gpu) for gpu in GPUS]
-    found = next(filter(is_one_command, runs), engine_rows(FIRST_GPU))
+    newest = [engine_rows(gpu) for gpu in GPUS]
+    found = next(filter(is_one_command, newest), engine_rows(FIRST_GPU))
     ours = [row for row in found if row["engine"] == OURS and "error" not in row]
     if not ours:
         return []

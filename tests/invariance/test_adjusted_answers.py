@@ -13,7 +13,8 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.engine.running.programs import ProgramCache, keep_candidates
+from detjax.engine.running import choice_programs
+from detjax.engine.running.programs import keep_candidates
 from detjax.models.loading import LoadedModel
 from detjax.numerics import NumericsProfile
 from detjax.testing import assert_bitwise_equal
@@ -134,13 +135,12 @@ def test_adjustments_change_answers():
 @pytest.mark.parametrize("way", ["drafts that are wrong"])
 def test_control_without_the_drafts_of_a_window_answers_differ(way, monkeypatch):
     """Were a window's tokens judged by the committed text alone, penalties would be too low."""
-    with_drafts = ProgramCache._text_so_far
+    with_drafts = choice_programs.TextSoFar
 
-    def without(self, key, kept, slot, slots, start, num_drafts, last, drafts=None):
-        text = with_drafts(self, key, kept, slot, slots, start, num_drafts, last, drafts)
-        return dataclasses.replace(text, last=jnp.broadcast_to(text.last[:, :1], text.last.shape))
+    def without(*, num_drafts, **fields):
+        return with_drafts(num_drafts=jnp.zeros_like(num_drafts), **fields)
 
-    monkeypatch.setattr(ProgramCache, "_text_so_far", without)
+    monkeypatch.setattr(choice_programs, "TextSoFar", without)
     got = engine(**dict(WAYS[way])).generate(requests())
     assert [g.digest() for g in got] != [w.digest() for w in alone()]
     assert got[-1].digest() == alone()[-1].digest()

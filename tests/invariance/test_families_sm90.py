@@ -265,6 +265,14 @@ def test_whole_answers_of_the_reference_keep_their_bits(case):
     assert crc_of(answers(case, 8, 48, Backend.REFERENCE)) == WANTED[case]
 
 
+@pytest.mark.slow
+@pytest.mark.control
+@pytest.mark.parametrize("case", [case for case in WANTED if case.endswith(FLOAT8)])
+def test_control_keys_and_values_that_are_not_rounded_give_other_answers(case):
+    """So the digests of 8-bit caches tell them from bfloat16 ones of the same model."""
+    assert crc_of(answers(case.removesuffix(FLOAT8), 8, 48, Backend.REFERENCE)) != WANTED[case]
+
+
 @pytest.mark.gpu
 @pytest.mark.golden
 @pytest.mark.parametrize("case", WANTED)
