@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from detjax.engine.config import EngineConfig
+from detjax.engine.config import MOSTLY_USEFUL, EngineConfig
 from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
@@ -17,7 +17,7 @@ from detjax.parallel.mesh import DP_AXIS
 
 _CPU_CHUNK, _GPU_CHUNK = 64, 512
 _LEAST_CHUNK = 64
-_PROMPTS_AT_ONCE = 4  # of a second shape of prefill, on a GPU
+_PROMPTS_AT_ONCE = 4  # chunks of a large prefill, on a GPU: of so many prompts, or of one
 # WHY: offline work of Llama-3.1-8B shapes: 6,783 generated tokens a second with a streak of 64,
 # 6,412 without one (H200, 2026-11).
 _PREFILL_STREAK = 64
@@ -89,7 +89,8 @@ def choose_sizes(
         sizes["batch_size"] = dp * _fewest(batches, work, dp)
     sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
     if is_gpu:
-        sizes = _gpu_shapes(sizes, is_chunk_asked="prefill_chunk" in asked, dp=dp) | sizes
+        longest = sizes["max_len"] if work is None else work.longest_prompt
+        sizes = _gpu_shapes(sizes, asked, dp=dp, longest=longest) | sizes
     config = EngineConfig(**sizes)
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
@@ -128,16 +129,32 @@ def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max
     return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
 
 
-def _gpu_shapes(sizes: Mapping[str, Any], *, is_chunk_asked: bool, dp: int) -> dict[str, Any]:
-    """What a GPU has beside the shapes of every engine."""
+def _gpu_shapes(
+    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, longest: int
+) -> dict[str, Any]:
+    """What a GPU has beside the shapes of every engine; `longest`: tokens of a prompt at most."""
     batch_size = sizes["batch_size"]
     shapes = {
         "decode_batches": tuple(n * dp for n in _GPU_BATCHES if n * dp < batch_size),
         "max_prefill_streak": _PREFILL_STREAK,
     }
-    if not is_chunk_asked and batch_size >= _PROMPTS_AT_ONCE * dp:
-        shapes["prefill_shapes"] = ((_PROMPTS_AT_ONCE, sizes["prefill_chunk"]),)
+    if "prefill_chunk" not in asked:
+        shapes["prefill_shapes"] = _prefill_shapes(
+            sizes["prefill_chunk"], batch_size // dp, longest
+        )
     return shapes
+
+
+def _prefill_shapes(chunk: int, num_slots: int, longest: int) -> tuple[tuple[int, int], ...]:
+    """Large prefills of a replica: chunks of several prompts, and of one that has so many.
+
+    # WHY: a prompt of 4000 tokens in INT8 takes 57.0 ms with both and 65.7 with the first alone;
+    # 512 prompts of 512 tokens take the same time (8B shapes, H200, 2026-11).
+    """
+    shapes = [(_PROMPTS_AT_ONCE, chunk)] if num_slots >= _PROMPTS_AT_ONCE else []
+    if chunk == _GPU_CHUNK and longest >= MOSTLY_USEFUL * _PROMPTS_AT_ONCE * chunk:
+        shapes.append((1, _PROMPTS_AT_ONCE * chunk))
+    return tuple(shapes)
 
 
 def _num_pages(

@@ -476,6 +476,23 @@ def test_less_work_is_done_with_fewer_slots_and_pages(
     assert sizes.prefill_shapes == (((4, 64),) if batch_size > 4 else ())
 
 
+@pytest.mark.parametrize(
+    ("longest_prompt", "batch_size", "shapes"),
+    [
+        (1535, 8, ((4, 512),)),
+        (1536, 8, ((4, 512), (1, 2048))),
+        (1536, 1, ((1, 2048),)),
+        (4000, 256, ((4, 512), (1, 2048))),
+    ],
+)
+def test_a_long_prompt_has_a_larger_prefill(gpu, longest_prompt, batch_size, shapes):
+    work = Workload(num_sequences=1, longest=8192, longest_prompt=longest_prompt)
+    sizes = gpu(6000, {"batch_size": batch_size}, work=work)
+    assert (sizes.prefill_chunk, sizes.prefill_shapes) == (512, shapes)
+    of_llm = gpu(6000, {"batch_size": batch_size, "max_len": 8192})
+    assert of_llm.prefill_shapes == (((4, 512),) if batch_size > 1 else ()) + ((1, 2048),)
+
+
 def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):
     work = Workload(num_sequences=1, longest=300, longest_prompt=300)
     asked = {"batch_size": 32, "prefill_chunk": 3, "max_len": 2048, "num_pages": 77}

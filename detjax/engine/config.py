@@ -19,6 +19,12 @@ SELF_CHECKS = ("off", "start", "always")
 AGEING_STEPS = 200
 """Steps of waiting that one level of priority is worth."""
 
+MOSTLY_USEFUL = 0.75
+"""Share of a prefill's tokens that are no padding, from which it is as good as one without any.
+
+A step of 512 tokens takes some 30 % of the time of one of 2048 (8B shapes, H200, 2026-11).
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:

@@ -962,6 +962,22 @@ def test_the_prefill_shape_that_wastes_least_runs():
     assert simulation.step().prefill_shape == (1, 4)
 
 
+@pytest.mark.parametrize(
+    ("length", "shapes"),
+    [
+        (11, [(1, 4)] * 3),  # less than three quarters of 16
+        (12, [(1, 16)]),
+        (16 + 12, [(1, 16)] * 2),
+        (16 + 5, [(1, 16), (1, 4), (1, 4)]),
+    ],
+)
+def test_a_long_prompt_runs_in_large_steps_until_they_would_be_padding(length, shapes):
+    config = changed(num_slots=1, num_pages=200, prefill_shapes=((1, 16), (1, 4)))
+    simulation = Simulation(config)
+    simulation.add([9] * length)
+    assert [simulation.step().prefill_shape for _ in shapes] == shapes
+
+
 def test_a_step_holds_no_more_tokens_than_allowed():
     least = 3 + 2 * 4 + 6
     with pytest.raises(

@@ -11,7 +11,7 @@ import bisect
 from collections import abc
 from collections.abc import Iterable
 
-from detjax.engine.config import ReplicaConfig
+from detjax.engine.config import MOSTLY_USEFUL, ReplicaConfig
 from detjax.engine.errors import OutOfPagesError
 from detjax.engine.requests.sequence import (
     NOTHING_HELD,
@@ -471,7 +471,7 @@ class Scheduler:
                 rows.append(self._prefill(replica, seq, length))
 
     def _choose_prefill_shape(self, most_tokens: int) -> tuple[int, int] | None:
-        """The shape that computes most tokens among those of which half is no padding."""
+        """The shape that computes most tokens among those that are `MOSTLY_USEFUL`."""
         missing = [
             [s.num_to_prefill - s.num_prefilled for s in r.prefilling()] for r in self._replicas
         ]
@@ -482,7 +482,7 @@ class Scheduler:
             if rows * length <= most_tokens:
                 useful = sum(min(n, length) for counts in missing for n in counts[:rows])
                 share = useful / (rows * length * len(missing))
-                sized.append((min(share, 0.5), useful, -rows * length, (rows, length)))
+                sized.append((min(share, MOSTLY_USEFUL), useful, -rows * length, (rows, length)))
         return max(sized)[-1]
 
     def _prefill(self, replica: _Replica, seq: Sequence, length: int) -> PrefillRow:
