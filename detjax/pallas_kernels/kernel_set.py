@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
-from detjax.pallas_kernels.linear.quantized import QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    QuantizedRows,
+    RowCoding,
+    RowsToQuantize,
+    W8A8Matrix,
+)
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -112,17 +117,21 @@ class KernelSet(Protocol):
         """See `linear.w8a8.quantize_rows`."""
         ...
 
-    def rms_norm_quantize(self, x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
-        """See `linear.w8a8.rms_norm_quantize`."""
-        ...
-
     def w8a8_product(
-        self, x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+        self,
+        x: QuantizedRows | RowsToQuantize,
+        w: W8A8Matrix,
+        bias,
+        residual,
+        *,
+        out_dtype: jnp.dtype,
     ) -> jax.Array:
         """See `linear.w8a8.w8a8_product`."""
         ...
 
-    def w8a8_swiglu(self, x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+    def w8a8_swiglu(
+        self, x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, *, out_dtype: jnp.dtype
+    ) -> jax.Array:
         """See `linear.w8a8.w8a8_swiglu`."""
         ...
 

@@ -23,7 +23,6 @@ from detjax.pallas_kernels.linear.reference import linear_swiglu as linear_swigl
 from detjax.pallas_kernels.linear.reference import norm_linear as norm_linear
 from detjax.pallas_kernels.linear.reference import norm_linear_swiglu as norm_linear_swiglu
 from detjax.pallas_kernels.linear.reference import quantize_rows as quantize_rows
-from detjax.pallas_kernels.linear.reference import rms_norm_quantize as rms_norm_quantize
 from detjax.pallas_kernels.linear.reference import w8a8_product as w8a8_product
 from detjax.pallas_kernels.linear.reference import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.reference import block_stats as block_stats

@@ -26,7 +26,6 @@ from detjax.pallas_kernels.linear.sm90 import linear_swiglu as linear_swiglu
 from detjax.pallas_kernels.linear.sm90 import norm_linear as norm_linear
 from detjax.pallas_kernels.linear.sm90 import norm_linear_swiglu as norm_linear_swiglu
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows as quantize_rows
-from detjax.pallas_kernels.linear.sm90_quantize_rows import rms_norm_quantize as rms_norm_quantize
 from detjax.pallas_kernels.linear.sm90_w8a8 import w8a8_product as w8a8_product
 from detjax.pallas_kernels.linear.sm90_w8a8 import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.sm90 import block_stats as block_stats

@@ -403,30 +403,42 @@ def sum_parts(parts: list, add: Callable):
     return total
 
 
-SLAB = 64
-"""Columns of a block of bfloat16 that is one swizzle span, 128 bytes, wide."""
+SLAB_BYTES = 128
+"""Of a row of a block that is one swizzle span wide."""
+
+SLAB = SLAB_BYTES // 2
+"""Columns of such a block of bfloat16."""
 
 
-_SLAB_TRANSFORMS = (plgpu.TilingTransform((8, SLAB)), plgpu.SwizzleTransform(2 * SLAB))
+def slab_of(dtype) -> int:
+    """Columns of a block that is one swizzle span wide."""
+    return SLAB_BYTES // jnp.dtype(dtype).itemsize
+
+
+def _slab_transforms(dtype) -> tuple:
+    return plgpu.TilingTransform((8, slab_of(dtype))), plgpu.SwizzleTransform(SLAB_BYTES)
 
 
 def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
-    """Put columns of one row where wgmma reads them: blocks [8, SLAB] with a swizzle of 128 bytes.
+    """Put columns of one row where wgmma reads them: blocks of 8 rows, swizzled by 128 bytes.
 
     Args:
-        ref: Shared memory of blocks, [steps, slabs, 8, SLAB] in order of column.
-        values: bfloat16 [n], the columns from `start`; `start` and n are multiples of SLAB.
+        ref: Shared memory of blocks, [steps, slabs, 8, columns] in order of column.
+        values: [n], of the dtype of `ref`, the columns from `start`; whole blocks.
         row: Which of the 8 rows, an int32 scalar.
         start: First column.
         math: Arithmetic of a `strided` layout with one run a thread.
     """
+    width = slab_of(ref.dtype)
     if math.is_interpreted:
-        for i in range(values.shape[0] // SLAB):
-            at = divmod(start // SLAB + i, ref.shape[-3])
-            ref[*at, row, :] = values[i * SLAB : (i + 1) * SLAB]
+        for i in range(values.shape[0] // width):
+            at = divmod(start // width + i, ref.shape[-3])
+            ref[*at, row, :] = values[i * width : (i + 1) * width]
         return
 
-    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(_SLAB_TRANSFORMS), ptx.SCALAR))
+    memory_type = plgpu.RefType(_slab_transforms(ref.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(math.layout, memory_type, ptx.SCALAR))
     def emit(ctx, values, memory, row):
         (register,) = values.registers.flat
         [vec_len] = ir.VectorType(register.type).shape
@@ -437,13 +449,14 @@ def store_in_slabs(ref, values, row, start: int, math: Arithmetic) -> None:
 
 def load_from_slabs(ref, row, start: int, width: int, math: Arithmetic):
     """Read what `store_in_slabs` puts, or what TMA has put there: `width` columns from `start`."""
+    of_slab = slab_of(ref.dtype)
     if math.is_interpreted:
-        slabs = range(start // SLAB, (start + width) // SLAB)
+        slabs = range(start // of_slab, (start + width) // of_slab)
         parts = [ref[*divmod(slab, ref.shape[-3]), row, :] for slab in slabs]
         return jnp.concatenate(parts)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(_SLAB_TRANSFORMS), ptx.SCALAR),
+        arg_types=(plgpu.RefType(_slab_transforms(ref.dtype)), ptx.SCALAR),
         return_type=plgpu.ShapeDtypeStruct((width,), ref.dtype, layout=math.layout),
     )
     def emit(ctx, memory, row):
@@ -463,11 +476,13 @@ def load_from_slabs(ref, row, start: int, width: int, math: Arithmetic):
 def _place_in_slabs(ref, row, start: int, vec_len: int) -> list:
     """Where a thread's `vec_len` columns of a row lie, as indices of `ref` as Mosaic tiles it."""
     row, i32 = row.registers.item(), ptx.i32
+    width = slab_of(ref.dtype)
     column = arith.muli(ptx.thread(), i32(vec_len))
-    slab = arith.addi(arith.divui(column, i32(SLAB)), i32(start // SLAB))
+    slab = arith.addi(arith.divui(column, i32(width)), i32(start // width))
     step, slab = (op(slab, i32(ref.shape[1])) for op in (arith.divui, arith.remui))
     # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.
-    place = arith.xori(arith.remui(column, i32(SLAB)), arith.muli(row, i32(8)))
+    unit = arith.muli(row, i32(width // 8))
+    place = arith.xori(arith.remui(column, i32(width)), unit)
     index = ir.IndexType.get()
     return [arith.index_cast(index, i) for i in (step, slab, i32(0), i32(0), row, place)]
 

@@ -38,7 +38,11 @@ from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
 from detjax.pallas_kernels.geglu.api import geglu
 from detjax.pallas_kernels.linear import api as linear
 from detjax.pallas_kernels.linear import w8a8
-from detjax.pallas_kernels.linear.quantized import RowCoding, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    QuantizedRows,
+    RowCoding,
+    W8A8Matrix,
+)
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
 from detjax.pallas_kernels.lora import api as lora
 from detjax.pallas_kernels.moe import api as moe
@@ -463,7 +467,7 @@ def _eight_bit_scale_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]
 
             def run(on, rows=rows, gain=gain, bias=bias, residual=residual, w=w, m=m):
                 x = w8a8.quantize_rows(rows, w.row_coding, backend=on)
-                normed = w8a8.rms_norm_quantize(rows, gain, w.row_coding, eps=EPS, backend=on)
+                normed = _normed(on, rows, gain, w.row_coding)
                 return (
                     x.values, x.scales[..., :m], normed.values, normed.scales[..., :m],
                     w8a8.w8a8_product(x, w, out_dtype=F32, backend=on),
@@ -472,6 +476,11 @@ def _eight_bit_scale_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]
                 )  # fmt: skip
 
             yield f"8 bits {kind} {m}x{k}x{n}", run
+
+
+def _normed(on: Backend, rows, gain, coding: RowCoding) -> QuantizedRows:
+    """Rows, normalised and quantised."""
+    return w8a8.quantize_rows(rms_norm(rows, gain, eps=EPS, backend=on), coding, backend=on)
 
 
 def _family_row_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
@@ -518,7 +527,7 @@ def _eight_bit_cases(rng: np.random.Generator) -> Iterator[tuple[str, Run]]:
             ):
                 coding = RowCoding(dtype=dtype)
                 x = w8a8.quantize_rows(rows, coding, backend=on)
-                normed = w8a8.rms_norm_quantize(rows, gain, coding, eps=EPS, backend=on)
+                normed = _normed(on, rows, gain, coding)
                 half = jnp.dtype(BF16)
                 return (
                     x.values, x.scales[:m], normed.values, normed.scales[:m],

@@ -631,6 +631,8 @@ PROGRAMS = {
     "down_8": lambda: down(8),
     "down_4096": lambda: down(4096),
     "down_add_8": lambda: down_add(8),
+    "w8a8_int8_1": lambda: w8a8(1, jnp.int8),
+    "w8a8_float8_1": lambda: w8a8(1, jnp.float8_e4m3fn),
     "w8a8_int8_8": lambda: w8a8(8, jnp.int8),
     "w8a8_int8_4000": lambda: w8a8(4000, jnp.int8),
     "w8a8_float8_8": lambda: w8a8(8, jnp.float8_e4m3fn),

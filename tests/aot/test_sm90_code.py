@@ -128,6 +128,14 @@ def test_products_of_8_bits_spill_nothing_and_copy_nothing(dtype, num_rows):
     assert spills(program) == {} and program["copies"] == []
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_one_row_is_normalised_and_quantised_where_it_is_multiplied(dtype):
+    program = compiled(f"w8a8_{dtype}_1")
+    names = sorted(kernel["name"] for kernel in program["kernels"])
+    assert names == ["detjax_linear", "detjax_linear_swiglu"] and program["launches"] == 2
+    assert spills(program) == {} and program["copies"] == []
+
+
 @pytest.mark.parametrize("name", ["norm_gate_up_8", "norm_gate_up_8_wide"])
 def test_a_norm_before_gated_tiles_spills_nothing(name):
     program = compiled(name)

@@ -44,7 +44,13 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels import portable
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.quantized import CodeType, QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    CodeType,
+    QuantizedRows,
+    RowCoding,
+    W8A8Matrix,
+    quantized_rows,
+)
 from detjax.pallas_kernels.moe import reference as moe
 from detjax.parallel.mesh import make_mesh
 from detjax.proof.identity import Identifier
@@ -477,19 +483,23 @@ def test_answers_of_8_bit_activations_depend_on_no_batch_and_no_schedule(
     assert found(engine(model, mode="dvr", verify_window=4), requests) == together
     # Control: one scale for all rows of a batch, as dynamic quantisation by tensor has it.
     kernels = KERNELS[model.backend]
-    rows_alone, rms_norm = kernels.quantize_rows, kernels.rms_norm
+    product, swiglu = kernels.w8a8_product, kernels.w8a8_swiglu
 
     def by_tensor(x, coding):
-        rows = rows_alone(x, coding)
+        rows = kernels.quantize_rows(x, coding)
         peak = jnp.max(rows.scales)
         values = (x.astype(jnp.float32) / jnp.maximum(peak, 1e-30)).astype(rows.dtype)
         return QuantizedRows(values=values, scales=jnp.full_like(rows.scales, peak))
 
-    monkeypatch.setattr(kernels, "quantize_rows", by_tensor)
+    def quantized(x):
+        return quantized_rows(x, quantize_rows=by_tensor, rms_norm=kernels.rms_norm)
+
     monkeypatch.setattr(
-        kernels, "rms_norm_quantize",
-        lambda x, gain, coding, eps: by_tensor(rms_norm(x, gain, eps=eps), coding),
-    )  # fmt: skip
+        kernels, "w8a8_product", lambda x, *args, **named: product(quantized(x), *args, **named)
+    )
+    monkeypatch.setattr(
+        kernels, "w8a8_swiglu", lambda x, *args, **named: swiglu(quantized(x), *args, **named)
+    )
     model = opened(tmp_path / "q", mode="w8a8")
     unchecked = engine(model, self_check="off")
     alone = [found(unchecked, [request])[0] for request in requests]

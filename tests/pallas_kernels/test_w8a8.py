@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit activations times 8-bit weights: no batch and no tile changes a bit; of int8, no order."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +18,7 @@ from detjax.pallas_kernels.linear import (
     sm90_flat_matmul,
     sm90_quantize_rows,
     sm90_tall_matmul,
+    sm90_w8a8,
     w8a8,
 )
 from detjax.pallas_kernels.linear.api import (
@@ -32,14 +35,19 @@ from detjax.pallas_kernels.linear.quantized import (
     LARGEST,
     QuantizedRows,
     RowCoding,
+    RowsToQuantize,
     W8A8Matrix,
     operands_of,
 )
+from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
+    QUANTIZED_VALUES,
     FlatTiles,
+    HeldRows,
     OperandType,
     Product,
+    Rows,
     TallTiles,
     choose_tiles,
     smem_bytes,
@@ -466,6 +474,55 @@ def test_products_in_interpret_mode(num_rows, num_out, has_residual, tiles, dtyp
         assert_bitwise_equal(found, want, claim="the definition")
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("live_rows", [32, 16])
+def test_tiles_of_part_of_a_block_in_interpret_mode(num_rows, live_rows, one_cta):
+    x, w = drawn_rows(num_rows, 512), drawn_weights((96, 512))
+    rows = w8a8.quantize_rows(jnp.asarray(x), coding_of(INT8), backend=Backend.PORTABLE)
+    residual = jnp.asarray(np.random.default_rng(5).integers(-9, 9, (num_rows, 96)), BF16)
+    want = w8a8.w8a8_product(rows, w, None, residual, out_dtype=BF16, backend=Backend.PORTABLE)
+    scales = jnp.pad(rows.scales, (0, sm90_quantize_rows.SPARE_SCALES), constant_values=jnp.nan)
+    found = matmul(
+        QuantizedRows(values=rows.values, scales=scales), w, None, residual,
+        leaf_len=512, out_dtype=BF16, interpret=INTERPRET,
+        tiles=FlatTiles(cols=8, stages=2, k=128, live_rows=live_rows, out_span=2 * live_rows),
+    )  # fmt: skip
+    assert_bitwise_equal(found, want, claim="the definition")
+
+
+@pytest.mark.parametrize("kind", [INT8, FLOAT8])
+@pytest.mark.parametrize(
+    ("num_rows", "has_norm", "coding"),
+    [(1, True, {}), (5, True, {}), (3, False, {"bound": 2.0}), (2, True, {"scale": 0.03})],
+)
+def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding, kind, one_cta):
+    """In the launch that multiplies them, to the bits of the launch that only quantises."""
+    x = jnp.asarray(drawn_rows(num_rows, 1024))
+    w = drawn_weights((128, 1024), kind)
+    if "scale" in coding:
+        coding = {"scale": jnp.asarray([0.03], F32)}
+    coding = dataclasses.replace(coding_of(kind), **coding)
+    gain = jnp.asarray(np.random.default_rng(3).normal(size=1024), BF16) if has_norm else None
+    rows = RowsToQuantize(values=x, coding=coding, gain=gain, eps=1e-5)
+    assert sm90_w8a8.quantizes_rows(rows)
+
+    def product(x, norm=None, held=None) -> jax.Array:
+        tiles = FlatTiles(cols=8, stages=3, k=128, held=held)
+        return matmul(
+            x, w, None, None, norm, leaf_len=1024, out_dtype=F32, tiles=tiles, interpret=INTERPRET
+        )
+
+    held = HeldRows(channels=1024, dtype=coding.dtype, helpers=min(2, num_rows - 1))
+    found = product(rows, InputNorm(gain=gain, coding=coding, eps=1e-5), held)
+    want = product(sm90_w8a8.quantized(rows, interpret=True))
+    assert_bitwise_equal(found, want, claim="the bits of two launches")
+    # Control: the greatest value of all rows.
+    if num_rows > 1 and not coding.bound:
+        other = dataclasses.replace(coding, scale=jnp.asarray([0.02], F32))
+        changed = product(rows, InputNorm(gain=gain, coding=other, eps=1e-5), held)
+        assert (np.asarray(changed) != np.asarray(want)).any()
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("width", quick_and_slow([768], [512, 3072]))
 def test_quantising_in_interpret_mode(width, dtype):
@@ -497,9 +554,11 @@ def test_rows_that_no_kernel_takes_are_refused():
 )
 @pytest.mark.parametrize("dtype", KINDS)
 def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated, dtype):
+    is_quantized = num_rows * k_len <= QUANTIZED_VALUES and dtype != BLOCKS
     product = Product(
         num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=k_len, out_bytes=2,
         is_gated=is_gated, has_residual=not is_gated, operands=operands_of_kind(dtype),
+        rows=Rows.QUANTIZED if is_quantized else Rows.GIVEN,
     )  # fmt: skip
     tiles = choose_tiles(product)
     assert tiles.groups == 1 and tiles.stages >= 2 and k_len % tiles.k == 0
@@ -523,13 +582,20 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336), "odd": 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [FLOAT8, BLOCKS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_float8_products_of_whole_shapes_on_a_gpu(name, kind):
+def test_8_bit_products_of_whole_shapes_on_a_gpu(name, kind):
     shape = SHAPES[name]
     rows, w = drawn_rows(1030, shape[1]), drawn_weights(shape, kind)
     rows = np.clip(rows.astype(np.float32), -100, 100).astype(ml_dtypes.bfloat16)
     residual = jnp.asarray(np.random.default_rng(6).normal(size=(1030, shape[0])) * 50, BF16)
+    gain = jnp.asarray(np.random.default_rng(9).normal(size=shape[1]), BF16)
+
+    def of_norms(x, **options) -> list:
+        found = [norm_linear(x, gain, w, eps=1e-5, out_dtype=BF16, **options)]
+        if shape[0] % 128 == 0:
+            found.append(norm_linear_swiglu(x, gain, w, eps=1e-5, **options))
+        return found
 
     def run(num_rows: int) -> list:
         x, r = jnp.asarray(rows[:num_rows]), residual[:num_rows]
@@ -538,13 +604,22 @@ def test_float8_products_of_whole_shapes_on_a_gpu(name, kind):
             linear(x, w, out_dtype=F32, **options),
             linear_add(x, w, r, None, reduction=REDUCTION, **options),
             *([linear_swiglu(x, w, **options)] if shape[0] % 128 == 0 else []),
+            *(of_norms(x, **options) if shape[1] <= 4096 else []),
         ]
 
     whole = run(1030)
+    if shape[1] <= 4096:
+        normed = rms_norm(jnp.asarray(rows), gain, eps=1e-5, backend=Backend.SM90)
+        want = linear(normed, w, out_dtype=BF16, backend=Backend.SM90)
+        at = 2 + (shape[0] % 128 == 0)
+        assert_bitwise_equal(whole[at], want, claim="a norm, then a product")
+        assert count_different_bits(
+            whole[at], linear(jnp.asarray(rows), w, out_dtype=BF16, backend=Backend.SM90)
+        )
     few = W8A8Matrix(values=w.values[-64:], scales=w.scales[-64 // w.block_rows :])
     want = product_by_numpy(rows[:70], few)
     assert_bitwise_equal(whole[0][:70, -64:], want, claim="the model of the tensor core")
-    for num_rows in (1, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511):
+    for num_rows in (1, 2, 3, 4, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511):
         for found, all_rows in zip(run(num_rows), whole, strict=True):
             assert_bitwise_equal(found, all_rows[:num_rows], claim=f"{num_rows} rows")
 
@@ -561,7 +636,7 @@ def test_products_of_whole_shapes_on_a_gpu(name):
     wide = np.asarray(sums).astype(np.float32)
     plain = scales[:, None] * (np.asarray(w.scales)[None] * wide)
     added = (np.asarray(residual).astype(np.float32) + plain).astype(ml_dtypes.bfloat16)
-    for num_rows in (1, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511, 1030):
+    for num_rows in (1, 2, 3, 4, 7, 8, 9, 33, 64, 65, 128, 200, 256, 511, 1030):
         x = jnp.asarray(rows[:num_rows])
         found = linear(x, w, out_dtype=F32, backend=Backend.SM90)
         assert_bitwise_equal(found, plain[:num_rows], claim=f"{num_rows} rows")

@@ -8,7 +8,7 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear import w8a8
-from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 
 
@@ -45,7 +45,7 @@ def linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
+        rows = RowsToQuantize(values=x, coding=w.row_coding)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
 
@@ -90,7 +90,7 @@ def linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, w_gate_up.row_coding, backend=backend)
+        rows = RowsToQuantize(values=x, coding=w_gate_up.row_coding)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].linear_swiglu(x, w_gate_up)
 
@@ -128,7 +128,7 @@ def norm_linear(
     """
     _check_inputs(x, w)
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.rms_norm_quantize(x, gain, w.row_coding, eps=eps, backend=backend)
+        rows = RowsToQuantize(values=x, coding=w.row_coding, gain=gain, eps=eps)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].norm_linear(x, gain, w, bias, eps=eps, out_dtype=out_dtype)
 
@@ -162,7 +162,7 @@ def norm_linear_swiglu(
     """
     _check_gate_up(x, w_gate_up)
     if isinstance(w_gate_up, W8A8Matrix):
-        rows = w8a8.rms_norm_quantize(x, gain, w_gate_up.row_coding, eps=eps, backend=backend)
+        rows = RowsToQuantize(values=x, coding=w_gate_up.row_coding, gain=gain, eps=eps)
         return w8a8.w8a8_swiglu(rows, w_gate_up, out_dtype=x.dtype, backend=backend)
     return KERNELS[backend].norm_linear_swiglu(x, gain, w_gate_up, eps=eps)
 
@@ -362,7 +362,7 @@ def linear_add(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     if isinstance(w, W8A8Matrix):
-        rows = w8a8.quantize_rows(x, w.row_coding, backend=backend)
+        rows = RowsToQuantize(values=x, coding=w.row_coding)
         return w8a8.w8a8_product(rows, w, bias, residual, out_dtype=residual.dtype, backend=backend)
     return KERNELS[backend].linear_add(x, w, residual, bias, reduction=reduction)
 

@@ -10,7 +10,14 @@ from jax.experimental import pallas as pl
 
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS, leaf_sum
-from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    LARGEST,
+    QuantizedRows,
+    RowCoding,
+    RowsToQuantize,
+    W8A8Matrix,
+    quantized_rows,
+)
 from detjax.pallas_kernels.rms_norm.portable import rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -72,21 +79,23 @@ def _narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isnan(whole), 0, whole).astype(dtype)
 
 
-def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
-    """See `w8a8.rms_norm_quantize`."""
-    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
-
-
-def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+def w8a8_swiglu(
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, *, out_dtype: jnp.dtype
+) -> jax.Array:
     """See `w8a8.w8a8_swiglu`."""
     return swiglu(w8a8_product(x, w, None, None, out_dtype=out_dtype))
 
 
-@partial(jax.jit, static_argnames=("out_dtype",))
 def w8a8_product(
-    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
     """See `w8a8.w8a8_product`."""
+    x = quantized_rows(x, quantize_rows=quantize_rows, rms_norm=rms_norm)
+    return _product(x, w, bias, residual, out_dtype=out_dtype)
+
+
+@partial(jax.jit, static_argnames=("out_dtype",))
+def _product(x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype) -> jax.Array:
     num_rows, k_len = x.shape
     num_cols = w.shape[0]
     x_scales = x.scales.T.reshape(num_rows, -1)  # a column a group

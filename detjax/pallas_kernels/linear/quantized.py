@@ -15,6 +15,7 @@ once.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,6 +290,49 @@ class QuantizedRows:
         return FLOAT8_CHUNK if self.scales.ndim == 2 else 0
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsToQuantize:
+    """Activations that a product quantises first, or normalises and quantises.
+
+    Attributes:
+        values: [M, K].
+        coding: What they become.
+        gain: [K], of the norm; None for rows as they are.
+        eps: Of the norm.
+    """
+
+    values: Any
+    coding: RowCoding
+    gain: Any = None
+    eps: float = field(default=0.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and channels, M and K."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of a value when it is quantised."""
+        return self.coding.dtype
+
+    @property
+    def group_len(self) -> int:
+        """Channels that will share a scale; 0 for a whole row."""
+        return self.coding.group_len
+
+
+def quantized_rows(
+    x: QuantizedRows | RowsToQuantize, *, quantize_rows: Callable, rms_norm: Callable
+) -> QuantizedRows:
+    """Rows as 8-bit values, by these operations of a backend one after the other."""
+    if isinstance(x, QuantizedRows):
+        return x
+    rows = x.values if x.gain is None else rms_norm(x.values, x.gain, eps=x.eps)
+    return quantize_rows(rows, x.coding)
+
+
 AnyMatrix = jax.Array | QuantizedMatrix | W8A8Matrix
 """Weights of a product."""
 
@@ -313,20 +357,21 @@ def block_rows_of(w: AnyMatrix) -> int:
 
 
 def operands_of(x, w) -> tuple:
-    """Activations, weights, and the scales of both: None where they have none.
+    """Activations, weights, and the scales of both: None where there are none yet, or at all.
 
     Raises:
         ValueError: If only one of them is of 8-bit values, or they are of two kinds, by dtype or by
             which channels share a scale.
     """
-    if not isinstance(x, QuantizedRows) and not isinstance(w, W8A8Matrix):
+    is_quantized = isinstance(x, QuantizedRows | RowsToQuantize)
+    if not is_quantized and not isinstance(w, W8A8Matrix):
         return x, w, None, None
-    if isinstance(x, QuantizedRows) and isinstance(w, W8A8Matrix):
-        if x.values.dtype != w.values.dtype:
-            raise ValueError(f"{x.values.dtype} is not multiplied by {w.values.dtype}")
+    if is_quantized and isinstance(w, W8A8Matrix):
+        if x.dtype != w.values.dtype:
+            raise ValueError(f"{x.dtype} is not multiplied by {w.values.dtype}")
         if x.group_len != w.group_len:
             raise ValueError(f"scales of {x.group_len=} do not go with those of {w.group_len=}")
-        return x.values, w.values, x.scales, w.scales
+        return x.values, w.values, getattr(x, "scales", None), w.scales
     raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
 
 

@@ -13,8 +13,10 @@ from detjax.pallas_kernels.linear.quantized import (
     LARGEST,
     QuantizedRows,
     RowCoding,
+    RowsToQuantize,
     W8A8Matrix,
     expanded,
+    quantized_rows,
 )
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import (
@@ -141,11 +143,6 @@ def quantize_rows(x, coding: RowCoding) -> QuantizedRows:
     return QuantizedRows(values=values, scales=scales)
 
 
-def rms_norm_quantize(x, gain, coding: RowCoding, *, eps: float) -> QuantizedRows:
-    """See `w8a8.rms_norm_quantize`: the two operations, one after the other."""
-    return quantize_rows(rms_norm(x, gain, eps=eps), coding)
-
-
 def scaled_sums(x: QuantizedRows, w: W8A8Matrix, ids, bias=None) -> jax.Array:
     """Products of 8-bit values with their scales, and a bias: float32 [S, N].
 
@@ -161,9 +158,10 @@ def scaled_sums(x: QuantizedRows, w: W8A8Matrix, ids, bias=None) -> jax.Array:
 
 
 def w8a8_product(
-    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
     """See `w8a8.w8a8_product`."""
+    x = quantized_rows(x, quantize_rows=quantize_rows, rms_norm=rms_norm)
     as_experts = dataclasses.replace(w, values=w.values[None], scales=w.scales[None])
     total = scaled_sums(x, as_experts, jnp.zeros(x.shape[0], jnp.int32))
     if bias is None and residual is None and out_dtype == jnp.float32:
@@ -171,6 +169,8 @@ def w8a8_product(
     return join(total, residual, bias, out_dtype)
 
 
-def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+def w8a8_swiglu(
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, *, out_dtype: jnp.dtype
+) -> jax.Array:
     """See `w8a8.w8a8_swiglu`: the two operations, one after the other."""
     return swiglu(w8a8_product(x, w, None, None, out_dtype=out_dtype))

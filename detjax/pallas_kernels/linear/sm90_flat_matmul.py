@@ -27,6 +27,7 @@ from detjax.pallas_kernels.linear.quantized import (
     WORDS_PER_LINE,
     Coding,
     QuantizedMatrix,
+    RowCoding,
     block_rows_of,
     operands_of,
 )
@@ -35,6 +36,7 @@ from detjax.pallas_kernels.linear.sm90_held_rows import (
     held_block,
     num_copies,
 )
+from detjax.pallas_kernels.linear.sm90_quantize_rows import WideSums, quantize_wide_rows
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     TILE_SNAKE,
@@ -42,6 +44,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     add_bias,
     chunked_sum,
     leaf_sum,
+    load_from_any,
     load_vector,
     put_transposed,
     ragged,
@@ -62,11 +65,12 @@ from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputNorm:
-    """The norm of a product's activations, by the instructions of `rms_norm`.
+    """What a product does to its activations first, by the instructions of `rms_norm`.
 
     Attributes:
-        gain: [K].
+        gain: [K], of the norm; None for rows that are only quantised.
         terms: Arrays to add to the activations before they are normalised.
+        coding: How they are quantised then; None if they are not.
         eps: Added to the mean square.
         read_row: `read_row(x_gmem, terms_gmem, row, columns, math)` gives channels of the sum,
             rounded; None without terms.
@@ -74,6 +78,7 @@ class InputNorm:
 
     gain: Any
     terms: tuple = ()
+    coding: RowCoding | None = None
     eps: float = field(metadata={"static": True})
     read_row: Callable | None = field(default=None, metadata={"static": True})
 
@@ -81,6 +86,8 @@ class InputNorm:
         """Refuse terms that nothing reads."""
         if (self.read_row is None) != (not self.terms):
             raise ValueError("terms are added to rows that are normalised, by `read_row`")
+        if self.coding is not None and (self.terms or self.coding.group_len):
+            raise ValueError("rows are quantised as they are, and with a scale each")
 
 
 @runtime_checkable
@@ -147,10 +154,11 @@ class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
     x: Any  # [stages, slabs, cols, span] bf16 or of 8 bits; held: [steps, slabs, 8, span]
-    x_scales: Any  # [stages, slabs, scale_cols] f32, of chunks of 8-bit activations
+    x_scales: Any  # [stages, slabs, scale_cols] f32, of chunks of 8-bit activations; held: [8]
     w: Any  # [stages, num_wgs * rows, k] bf16 or of 8 bits, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
+    peaks: Any  # [sharers, rows_each, 1, 4] f32, of rows that are quantised
     full: Any  # [stages]
     empty: Any  # [stages]
     arrived: Any  # [num_wgs]: the residual is there
@@ -324,6 +332,8 @@ class _Plan:
                 raise ValueError(
                     f"{self.num_sharers=} of {self.rows_each=} would take more than the 8 rows held"
                 )
+        if t.held is not None and t.held.dtype != self.operand_dtype:
+            raise ValueError(f"{t.held.dtype} rows are held, and {self.operand_dtype} multiplied")
         if self.operand_dtype == jnp.float8_e4m3fn and self.span != FLOAT8_CHUNK:
             raise ValueError(f"float8 is added by chunks of {FLOAT8_CHUNK}, so {t.k=} must be more")
         if self.is_w8a8 and (self.num_leaves * t.groups > 1 or self.num_out % self.cta_out_rows):
@@ -464,22 +474,35 @@ class _Cta:
         Meanwhile the weights stream in. Of 8 rows those past M hold whatever was there: they are
         columns of the product that are never stored.
         """
-        plan, norm = self.plan, self.operands.norm
+        plan, norm, memory = self.plan, self.operands.norm, self.memory
         assert plan.tiles.held is not None and norm is not None
         share = self.wg - (self.wg > plan.tiles.num_wgs).astype(jnp.int32)
         # WHY: in place a row has one warpgroup, as another would read what is normalised already.
         first = share * plan.rows_each
         last = 7 if plan.tiles.held.copies_rows else plan.num_rows - 1
-        normalise_wide_rows(
-            self.wide_rows(norm),
-            norm.gain,
-            # Shares that do not divide M end with its last row, written more than once, alike.
-            [jnp.minimum(first + i, last) for i in range(plan.rows_each)],
-            self.memory.squares.at[share],
-            eps=norm.eps,
-            num_registers=min(255, 65536 // (sm90_rows.LANES * (plan.num_sharers + 1))),
-            is_interpreted=plan.is_interpreted,
-        )
+        # Shares that do not divide M end with its last row, written more than once, alike.
+        row_ids = [jnp.minimum(first + i, last) for i in range(plan.rows_each)]
+        squares = memory.squares.at[share]
+        if norm.coding is not None:
+            quantize_wide_rows(
+                self.wide_rows(norm),
+                norm.gain,
+                norm.coding,
+                row_ids,
+                WideSums(squares=squares, peaks=memory.peaks.at[share], scales=memory.x_scales),
+                eps=norm.eps,
+                is_interpreted=plan.is_interpreted,
+            )
+        else:
+            normalise_wide_rows(
+                self.wide_rows(norm),
+                norm.gain,
+                row_ids,
+                squares,
+                eps=norm.eps,
+                num_registers=min(255, 65536 // (sm90_rows.LANES * (plan.num_sharers + 1))),
+                is_interpreted=plan.is_interpreted,
+            )
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.held)
 
@@ -583,7 +606,7 @@ class _Cta:
         def multiply_chunk(i, chunk, acc):
             slot = ring.slot(first + i)
             weights = self.memory.w.at[slot, wg_rows, pl.ds(chunk * plan.span, plan.span)]
-            plgpu.wgmma(acc, weights, x_smem.at[slot, chunk].T)
+            plgpu.wgmma(acc, weights, x_smem.at[i if plan.tiles.held else slot, chunk].T)
 
         if plan.operand_dtype == jnp.float8_e4m3fn:
             return chunked_sum(
@@ -671,15 +694,28 @@ class _Cta:
         parts = [total[: t.out_rows], total[t.out_rows :]] if t.is_gated else [total]
         if not plan.is_w8a8:
             return parts
-        x_scales = self.operands.x_scales.at[pl.ds(col, t.cols)]
-        of_weights = [
-            self.operands.w_scales.at[pl.ds(it, t.out_rows)] for it in self.first_weights(row)
-        ]
-        load = functools.partial(load_vector, is_interpreted=plan.is_interpreted)
+        x_scales = self.memory.x_scales if t.held else self.operands.x_scales.at[pl.ds(col, t.cols)]
+        of_rows = load_vector(x_scales, 1, is_interpreted=plan.is_interpreted)
         return [
-            scaled(part, [(load(w_scales, 0), 0), (load(x_scales, 1), 1)], self.math)
-            for part, w_scales in zip(parts, of_weights, strict=True)
+            scaled(part, [(self.weight_scales(first), 0), (of_rows, 1)], self.math)
+            for part, first in zip(parts, self.first_weights(row), strict=True)
         ]
+
+    def weight_scales(self, first):
+        """Scales of a piece's 64 weights from `first` on; any for those that are not live."""
+        plan, scales = self.plan, self.operands.w_scales
+        if not plan.tiles.live_rows:
+            here = scales.at[pl.ds(first, WG_ROWS)]
+            return load_vector(here, 0, is_interpreted=plan.is_interpreted)
+        return load_from_any(
+            scales, first, WG_ROWS, 0, last=plan.num_out - 1, is_interpreted=plan.is_interpreted
+        )
+
+    @property
+    def live_outputs(self) -> tuple:
+        """This warpgroup's part of the staged output, without what is never stored."""
+        live_rows = self.plan.tiles.live_rows
+        return (self.wg, slice(None), pl.ds(0, live_rows)) if live_rows else (self.wg,)
 
     @property
     def math(self) -> sm90_rows.Arithmetic:
@@ -695,7 +731,7 @@ class _Cta:
         window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
         plgpu.copy_gmem_to_smem(
             self.operands.residual.at[window],
-            self.out_views[1].at[self.wg],
+            self.out_views[1].at[self.live_outputs],
             self.memory.arrived.at[self.wg],
         )
 
@@ -717,8 +753,7 @@ class _Cta:
         window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
         if t.groups > 1:
             window = (group, *window)
-        live = (self.wg, slice(None), pl.ds(0, t.live_rows)) if t.live_rows else (self.wg,)
-        plgpu.copy_smem_to_gmem(out_tma.at[live], self.results.out.at[window])
+        plgpu.copy_smem_to_gmem(out_tma.at[self.live_outputs], self.results.out.at[window])
 
 
 def _weight_types(plan: _Plan, scale_dtype) -> Any:
@@ -747,7 +782,7 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
     else:
         out = plgpu.SMEM(out_shape, plan.out_dtype)
     if t.held:
-        x = held_block(plan.steps, plan.slabs, as_one_box=plan.is_one_box)
+        x = held_block(plan.steps, plan.slabs, plan.operand_dtype, as_one_box=plan.is_one_box)
         squares = (plan.num_sharers, plan.rows_each, plan.k_len // held_chunk(plan.k_len), 4)
         readers = plan.num_sharers
         if t.held.copies_rows:
@@ -758,14 +793,19 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
         x = ragged(x_shape, plan.span, plan.operand_dtype, plan.is_ragged)
         squares, readers, reads_rows = None, 0, False
     copies = plan.weight_copies + (0 if t.held else plan.slabs) + bool(plan.block_rows)
+    x_scales = peaks = None
+    if plan.block_rows:
+        x_scales = plgpu.SMEM((t.stages, plan.slabs, t.scale_cols), jnp.float32)
+    elif t.held and plan.is_w8a8:
+        x_scales = plgpu.SMEM((8,), jnp.float32)
+        peaks = plgpu.SMEM((plan.num_sharers, plan.rows_each, 1, 4), jnp.float32)
     return _Memory(
         x=x,
-        x_scales=plgpu.SMEM((t.stages, plan.slabs, t.scale_cols), jnp.float32)
-        if plan.block_rows
-        else None,
+        x_scales=x_scales,
         w=_weight_types(plan, scale_dtype),
         out=out,
         squares=plgpu.SMEM(squares, jnp.float32) if squares else None,
+        peaks=peaks,
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
         arrived=plgpu.Barrier(num_barriers=t.num_wgs) if plan.has_residual else None,
@@ -780,6 +820,7 @@ def flat_matmul(
 ):  # fmt: skip
     """See `sm90_matmul.matmul`."""
     block_rows = block_rows_of(w)
+    operand_dtype = x.dtype
     x, w, x_scales, w_scales = operands_of(x, w)
     num_rows, k_len = x.shape
     coding = w.coding if isinstance(w, QuantizedMatrix) else None
@@ -787,7 +828,7 @@ def flat_matmul(
         raise ValueError(f"weights with {coding=} need tiles of the same, not {tiles.coding}")
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
-        k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
+        k_len=k_len, leaf_len=leaf_len, operand_dtype=operand_dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, block_rows=block_rows,
         is_interpreted=interpret is not None,
     )  # fmt: skip

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared memory of rows that a product normalises itself."""
+"""The shared memory of rows that a product normalises or quantises itself."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.linear.sm90_sums import tiled
-from detjax.pallas_kernels.sm90_rows import SLAB
+from detjax.pallas_kernels.sm90_rows import SLAB, slab_of
 
 
-def held_block(num_steps: int, slabs: int, *, as_one_box: bool):
-    """Shared memory of 8 rows, blocks [num_steps, slabs, 8, 64] in order of column.
+def held_block(num_steps: int, slabs: int, dtype: jnp.dtype, *, as_one_box: bool):
+    """Shared memory of 8 rows, blocks [num_steps, slabs, 8, columns] in order of column.
 
     With `as_one_box` it has a second view, [8, K]: the same bytes in the same order, for TMA.
     """
-    shapes = (num_steps, slabs, 8, SLAB), (8, num_steps * slabs * SLAB)
-    transforms = tiled(SLAB, jnp.bfloat16)
-    blocks, one_box = (plgpu.SMEM(s, jnp.bfloat16, transforms=transforms) for s in shapes)
+    columns = slab_of(dtype)
+    shapes = (num_steps, slabs, 8, columns), (8, num_steps * slabs * columns)
+    blocks, one_box = (plgpu.SMEM(s, dtype, transforms=tiled(columns, dtype)) for s in shapes)
     return plgpu.RefUnion(blocks, one_box) if as_one_box else blocks
 
 

@@ -6,6 +6,8 @@ greatest value is known. A group of channels, if groups have scales, lies in the
 """
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from jax.extend.mlir.dialects import arith, memref, vector
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.linear.quantized import LARGEST, QuantizedRows, RowCoding
-from detjax.pallas_kernels.rms_norm.sm90 import row_sum, wide_scale
+from detjax.pallas_kernels.linear.tiles import held_chunk
+from detjax.pallas_kernels.rms_norm.sm90 import WideRows, row_sum, wide_scale
 from detjax.pallas_kernels.sm90_hardware import WARP
 
 SPARE_SCALES = 384
@@ -61,6 +64,83 @@ def rms_norm_quantize(
         ValueError: If `rms_norm` defines no sum for K.
     """
     return _quantize(x, gain, coding, eps=eps, interpret=interpret)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideSums:
+    """Shared memory in which a warpgroup quantises its rows.
+
+    Attributes:
+        squares: float32 [rows, chunks, 4].
+        peaks: float32 [rows, 1, 4].
+        scales: float32 [8], those of all rows of the CTA: the result.
+    """
+
+    squares: Any
+    peaks: Any
+    scales: Any
+
+
+def quantize_wide_rows(
+    source: WideRows, gain_gmem, coding: RowCoding, row_ids: list, sums: WideSums, *,
+    eps: float, is_interpreted: bool,
+) -> None:  # fmt: skip
+    """Quantise a few rows inside a kernel that multiplies them: one warpgroup's share.
+
+    Args:
+        source: The rows; `store` is given 8-bit values.
+        gain_gmem: Scale of each channel, if rows are normalised first.
+        coding: What they become; each row has one scale.
+        row_ids: The rows to take. All of them lie in registers.
+        sums: Where warps meet.
+        eps: Added to the mean square.
+        is_interpreted: Whether the kernel is interpreted.
+
+    Numerics:
+        The instructions of `quantize_rows` and `rms_norm_quantize`, so their bits. A maximum has
+        no order.
+    """
+    chunk = held_chunk(source.width)
+    math = rows.strided(chunk, chunk // rows.LANES, is_interpreted)
+    starts = range(0, source.width, chunk)
+    shape, dtype = (chunk,), coding.dtype
+    gains = [] if gain_gmem is None else [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
+    values = [[source.read(row, pl.ds(s, chunk), math) for s in starts] for row in row_ids]
+    if gains:
+        for i, of_row in enumerate(values):
+            for c, v in enumerate(of_row):
+                squares = rows.square_sums(v.astype(jnp.float32), math)
+                rows.keep_warp_values(squares, sums.squares.at[i, c], math)
+        plgpu.commit_smem()
+        # WHY, here and below: else values wait as float32, in twice the registers.
+        values = lax.optimization_barrier(values)
+        for i, of_row in enumerate(values):
+            scale = wide_scale(sums.squares.at[i], math, shape=shape, width=source.width, eps=eps)
+            normed = [math.mul(v.astype(jnp.float32), scale) for v in of_row]
+            normed = [
+                math.mul(v, g.astype(jnp.float32)) for v, g in zip(normed, gains, strict=True)
+            ]
+            # ROUND: to bfloat16, as `rms_norm` does.
+            values[i] = [_rounded(v, math).astype(source.dtype) for v in normed]
+    if coding.scale is None:
+        for i, of_row in enumerate(values):
+            greatest = functools.reduce(jnp.maximum, [jnp.abs(v) for v in of_row])
+            peaks = _peaks(greatest.astype(jnp.float32), math)
+            rows.keep_warp_values(peaks, sums.peaks.at[i, 0], math)
+        plgpu.commit_smem()
+        values = lax.optimization_barrier(values)
+    source.arrived()
+    for i, (row, of_row) in enumerate(zip(row_ids, values, strict=True)):
+        if coding.scale is None:
+            inverse = _store_scale(
+                sums.peaks.at[i], sums.scales, row, math, LARGEST[dtype.name], shape=shape,
+                bound=coding.bound,
+            )  # fmt: skip
+        else:
+            inverse = _store_given(coding.scale, sums.scales, row, math, shape=shape)
+        for start, v in zip(starts, of_row, strict=True):
+            scaled = math.mul(v.astype(jnp.float32), inverse)
+            source.store(_narrowed(scaled, dtype, math, is_held=True), row, start, math)
 
 
 def scales_shape(num_rows: int, num_groups: int) -> tuple[int, ...]:
@@ -278,8 +358,11 @@ def _store_given(scale_gmem, scales_gmem, row, math: rows.Arithmetic, *, shape) 
 def _store_scale(
     peaks_smem, scales_gmem, row, math: rows.Arithmetic, most: float, *, shape, bound: float
 ) -> jax.Array:
-    """Write the scale of a row; what its values are multiplied by, in all elements."""
-    num_chunks = peaks_smem.shape[0]
+    """Write the scale of a row; what its values are multiplied by, in all elements.
+
+    `peaks_smem`: of all warps, [chunks, 4 or LANES].
+    """
+    num_chunks, apart = peaks_smem.shape[0], peaks_smem.shape[1] // 4
     if math.is_interpreted:
         peak = jnp.max(peaks_smem[...])
         peak = jnp.minimum(peak, bound) if bound else peak
@@ -296,7 +379,7 @@ def _store_scale(
     def emit(ctx, peaks, scales, row):
         index = ir.IndexType.get()
         found = [
-            memref.load(peaks, [mgpu.c(chunk, index), mgpu.c(32 * warp, index)])
+            memref.load(peaks, [mgpu.c(chunk, index), mgpu.c(apart * warp, index)])
             for chunk in range(num_chunks)
             for warp in range(4)
         ]
@@ -312,34 +395,37 @@ def _store_scale(
     return emit(peaks_smem, scales_gmem, jnp.int32(row))
 
 
-def _narrowed(x, dtype: jnp.dtype, math: rows.Arithmetic):
-    """Float32 as the bits of 8-bit values: to nearest, ties to even, saturated.
+def _narrowed(x, dtype: jnp.dtype, math: rows.Arithmetic, *, is_held: bool = False):
+    """Float32 as 8-bit values: to nearest, ties to even, saturated.
 
-    NaN is 0 as an integer.
+    NaN is 0 as an integer. Float8 is given as its bits in int8, unless a product holds it.
     """
     is_float = dtype != jnp.int8
+    out_dtype = dtype if is_held else jnp.dtype(jnp.int8)
     pack = _packed_float8 if is_float else _packed
     if math.is_interpreted:
         if is_float:
             most = LARGEST[dtype.name]
-            return lax.bitcast_convert_type(jnp.clip(x, -most, most).astype(dtype), jnp.int8)
+            return lax.bitcast_convert_type(jnp.clip(x, -most, most).astype(dtype), out_dtype)
         whole = jnp.clip(jnp.round(x), -128, 127)
         return jnp.where(jnp.isnan(x), 0, whole).astype(jnp.int8)
 
     @plgpu.inline_mgpu(
         arg_types=(math.layout,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int8, layout=math.layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, out_dtype, layout=math.layout),
     )
     def emit(ctx, x):
+        element = mgpu.utils.dtype_to_ir_type(out_dtype)
+        is_signed = True if isinstance(element, ir.IntegerType) else None
         registers = np.empty(x.registers.shape, object)
         for place, register in np.ndenumerate(x.registers):
             count = ir.VectorType(register.type).shape[0]
             scalars = [ptx.element(register, i) for i in range(count)]
             words = [pack(scalars[i : i + 4]) for i in range(0, count, 4)]
             kind = ir.VectorType.get((len(words),), ptx.int_type())
-            as_bytes = ir.VectorType.get((count,), ptx.int_type(8))
+            as_bytes = ir.VectorType.get((count,), element)
             registers[place] = vector.bitcast(as_bytes, vector.from_elements(kind, words))
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=is_signed)
 
     return emit(x)
 

@@ -240,13 +240,19 @@ def add_bias(total, bias_gmem, start, axis: int):
     return total + lax.broadcast_in_dim(values.astype(jnp.float32), total.shape, (axis,))
 
 
-def load_from_any(ref, first, size: int, axis: int, *, is_interpreted: bool):
+def load_from_any(
+    ref, first, size: int, axis: int, *, last: int | None = None, is_interpreted: bool
+):
     """`load_vector` of `size` float32 from element `first` on, which may be any.
+
+    Element `last` stands for all behind it, if there is one.
 
     # WHY: `load_vector` reads two neighbours along rows at once, which must lie at an even place.
     """
     if is_interpreted:
-        return ref[pl.ds(first, size)]
+        if last is None:
+            return ref[pl.ds(first, size)]
+        return ref[...][jnp.minimum(first + jnp.arange(size), last)]
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
 
     @plgpu.inline_mgpu(
@@ -262,6 +268,8 @@ def load_from_any(ref, first, size: int, axis: int, *, is_interpreted: bool):
         for at, register in np.ndenumerate(places.registers):
             count = ir.VectorType(register.type).shape[0]
             where = [arith.addi(start, ptx.element(register, i)) for i in range(count)]
+            if last is not None:
+                where = [arith.minui(it, ptx.i32(last)) for it in where]
             index = ir.IndexType.get()
             values = [memref.load(memory, [arith.index_cast(index, it)]) for it in where]
             kind = ir.VectorType.get((count,), ir.F32Type.get())

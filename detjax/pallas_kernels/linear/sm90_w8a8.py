@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of 8-bit activations and weights on Hopper, with tiles chosen by M."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -8,16 +10,38 @@ from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     FLOAT8_CHUNK,
     QuantizedRows,
+    RowsToQuantize,
     W8A8Matrix,
 )
+from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
-from detjax.pallas_kernels.linear.tiles import OperandType, Product, choose_tiles
+from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows, rms_norm_quantize
+from detjax.pallas_kernels.linear.tiles import (
+    NORMED_VALUES,
+    QUANTIZED_VALUES,
+    OperandType,
+    Product,
+    Rows,
+    choose_tiles,
+)
+from detjax.pallas_kernels.rms_norm.sm90 import row_sum
+
+
+def quantizes_rows(x: RowsToQuantize) -> bool:
+    """Whether a product quantises its rows itself: few values, with a scale a row."""
+    num_rows, width = x.shape
+    if num_rows > 8 or width % 512 or x.group_len:
+        return False
+    if x.gain is None:
+        return num_rows * width <= QUANTIZED_VALUES
+    return num_rows * width <= NORMED_VALUES and row_sum(width).is_wide
 
 
 def _multiply(
-    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype, is_gated: bool = False
-) -> jax.Array:
-    """Multiply and scale, in one launch.
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, bias, residual, *,
+    out_dtype, is_gated: bool = False, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """Quantise, multiply and scale: in one launch where rows are few.
 
     Raises:
         NotImplementedError: If N is no multiple of 64, or of 128 where half of it are gates.
@@ -38,6 +62,15 @@ def _multiply(
             f"sm90 takes blocks of a multiple of {BLOCK} outputs, not {w.block_rows} of a rank's; "
             "use quantized_weights='auto', or portable"
         )
+    norm, rows = None, Rows.GIVEN
+    if isinstance(x, RowsToQuantize):
+        if quantizes_rows(x):
+            coding = x.coding
+            if coding.scale is not None:
+                coding = dataclasses.replace(coding, scale=coding.scale.reshape(1))
+            norm, rows = InputNorm(gain=x.gain, coding=coding, eps=x.eps), Rows.QUANTIZED
+        else:
+            x = quantized(x)
     product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -47,16 +80,24 @@ def _multiply(
         has_bias=bias is not None,
         has_residual=residual is not None,
         is_gated=is_gated,
+        rows=rows,
         operands=OperandType.FLOAT8_BLOCKS if x.group_len else OperandType(x.dtype.name),
     )
     return matmul(
-        x, w, bias, residual,
-        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product),
+        x, w, bias, residual, norm,
+        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product), interpret=interpret,
     )  # fmt: skip
 
 
+def quantized(x: RowsToQuantize, *, interpret: bool = False) -> QuantizedRows:
+    """The rows as 8-bit values, by a launch of its own."""
+    if x.gain is None:
+        return quantize_rows(x.values, x.coding, interpret=interpret)
+    return rms_norm_quantize(x.values, x.gain, x.coding, eps=x.eps, interpret=interpret)
+
+
 def w8a8_product(
-    x: QuantizedRows, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, bias, residual, *, out_dtype: jnp.dtype
 ) -> jax.Array:
     """See `w8a8.w8a8_product`.
 
@@ -66,12 +107,15 @@ def w8a8_product(
         scales of blocks, fma.rn(chunk, x_scale * w_scale, total) from 0.
         # ROUND: the sum of int8 to float32, its two products with scales, the sums with bias and
         residual, and the result, each once.
+        Rows are quantised by the same instructions in this launch or in one before it.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     return _multiply(x, w, bias, residual, out_dtype=out_dtype)
 
 
-def w8a8_swiglu(x: QuantizedRows, w: W8A8Matrix, *, out_dtype: jnp.dtype) -> jax.Array:
+def w8a8_swiglu(
+    x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, *, out_dtype: jnp.dtype
+) -> jax.Array:
     """See `w8a8.w8a8_swiglu`.
 
     Numerics:

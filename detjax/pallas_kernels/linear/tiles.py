@@ -18,6 +18,15 @@ from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
+QUANTIZED_VALUES, NORMED_VALUES = 32_768, 16_384
+"""Most values of all rows, 8 rows at most, that a product quantises itself; and that it normalises
+and quantises. 0 turns it off.
+
+One row of the 8B shape in int8, us, with a launch that quantises and without: q, k, v 10.4 and 8.6,
+`o` 8.0 and 6.4, gates and ups 30.3 and 29.3, `down` 19.3 and 16.6. Eight rows: 10.5 and 11.4, 8.1
+and 7.7, 30.6 and 32.4, 19.5 and 19.3 (one H200, 2026-11).
+"""
+
 EARLY_STAGES = 2
 """Stages of weights that such a product asks for before warpgroups have read its rows.
 
@@ -43,6 +52,13 @@ FLOAT8_COLS = 128
 
 NARROW_OUT = 512
 """Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
+
+HALF_ROWS = 8
+"""Up to so many rows, if another launch quantises them, a product of 8 bits has tiles of 32 weights
+where those of 64 would leave half of the multiprocessors idle; 0 turns it off.
+
+`down` of 8 rows of the 8B shape: 18.6 us, and 19.5 by tiles of 64 (one H200, 2026-11).
+"""
 
 NARROW_ROWS = 8
 """Weights of a tile of such a product: 8, 16 or 32, so that more CTAs load them; 0 for all 64."""
@@ -93,10 +109,11 @@ class OperandType(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldRows:
-    """Up to 8 activations that a CTA normalises and holds whole in shared memory.
+    """Up to 8 activations that a CTA normalises or quantises, and holds whole in shared memory.
 
     Attributes:
         channels: K, the length of a row.
+        dtype: Of what is held.
         helpers: Warpgroups that only help to normalise.
         copies_rows: Whether TMA brings the rows; else the warpgroups that normalise them load them,
             as they must where rows are sums of terms.
@@ -105,6 +122,7 @@ class HeldRows:
     """
 
     channels: int
+    dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
     helpers: int = 0
     copies_rows: bool = False
     early_stages: int = 0
@@ -116,8 +134,10 @@ class HeldRows:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of 8 rows, and of the sums of their squares."""
-        return 8 * (2 * self.channels + 16 * (self.channels // held_chunk(self.channels)))
+        """Shared memory of 8 rows, what their sums need, barriers and alignment."""
+        of_row = self.dtype.itemsize * self.channels
+        in_rows = 8 * (of_row + 16 * (self.channels // held_chunk(self.channels)))
+        return in_rows + (1024 if self.dtype == jnp.bfloat16 else 3072)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +231,7 @@ class FlatTiles:
         """
         del has_residual
         staged = self.num_wgs * self.cols * WG_ROWS * out_bytes
-        return staged + (self.held.smem_bytes + 1024 if self.held else 3072)
+        return staged + (self.held.smem_bytes if self.held else 3072)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,6 +370,7 @@ class Rows(enum.Enum):
     PARTS = "parts"  # of float32 activations; no bias, no residual, no gate
     NORMALISED = "normalised"  # by the product: `MAX_NORM_ROWS` at most, one leaf
     SUMMED = "summed"  # the like, and sums of terms, so that no copy brings them
+    QUANTIZED = "quantized"  # by the product, normalised or not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -403,7 +424,7 @@ def choose_tiles(product: Product) -> MatmulTiles:
         tiles = dataclasses.replace(tiles, out_span=64)
     if isinstance(tiles, FlatTiles):
         tiles = _narrow(tiles, p)
-        if p.rows in (Rows.NORMALISED, Rows.SUMMED):
+        if p.rows in (Rows.NORMALISED, Rows.SUMMED, Rows.QUANTIZED):
             tiles = _hold_rows(tiles, p)
     is_flat = isinstance(tiles, FlatTiles)
     is_partial = p.num_leaves > 1 and (tiles.groups > 1 or is_flat and not p.has_residual)
@@ -455,7 +476,7 @@ def _narrow(tiles: FlatTiles, p: Product) -> FlatTiles:
 def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
     """Tiles that stream weights, with the activations held and normalised in shared memory."""
     num_rows, k_len = p.num_rows, p.leaf_len
-    copies_rows = num_rows >= COPIED_ROWS and p.rows is not Rows.SUMMED
+    copies_rows = num_rows >= COPIED_ROWS and p.rows is Rows.NORMALISED
     # Five warpgroups have 96 registers a thread, too few for the values of wider rows.
     num_wgs, most = (tiles.num_wgs, 4) if k_len <= 5120 else (1, 1)
     if copies_rows:
@@ -465,11 +486,19 @@ def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
     rows_each = -(-num_rows // most)
     sharers = -(-num_rows // rows_each)
     # Deep steps leave too few of them in flight beside wider rows.
-    k = 64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128)
+    if p.rows is Rows.QUANTIZED:
+        k = _largest_divisor(k_len, 128 if tiles.is_gated else 256)
+    else:
+        k = 64 if tiles.is_gated else _largest_divisor(k_len, 256 if k_len <= 4096 else 128)
     return dataclasses.replace(
         tiles,
         num_wgs=num_wgs,
-        held=HeldRows(channels=k_len, helpers=max(0, sharers - num_wgs), copies_rows=copies_rows),
+        held=HeldRows(
+            channels=k_len,
+            dtype=p.operands.dtype,
+            helpers=max(0, sharers - num_wgs),
+            copies_rows=copies_rows,
+        ),
         k=tiles.k if p.coding else k,
         ctas_per_sm=1,
     )
@@ -572,6 +601,13 @@ def _w8a8_tiles(p: Product) -> MatmulTiles:
             is_gated=True,
         )
     blocks = p.num_out // BLOCK
+    is_few = p.num_rows <= HALF_ROWS and p.rows is Rows.GIVEN
+    if is_few and 2 * blocks <= NUM_SMS and not p.has_bias:
+        half = BLOCK // 2
+        return FlatTiles(
+            cols=_w8a8_cols(p.num_rows), k=_largest_divisor(p.leaf_len, 256), stages=2,
+            live_rows=half, out_span=half * p.out_bytes,
+        )  # fmt: skip
     parts = max(1, min(NUM_SMS // blocks, -(-p.num_rows // 32)))
     cols = _w8a8_cols(-(-p.num_rows // parts))
     if cols > CODED_COLS:

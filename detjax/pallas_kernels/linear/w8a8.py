@@ -15,6 +15,7 @@ from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     QuantizedRows,
     RowCoding,
+    RowsToQuantize,
     W8A8Matrix,
     operands_of,
 )
@@ -57,38 +58,8 @@ def quantize_rows(
     return KERNELS[backend].quantize_rows(x, coding)
 
 
-def rms_norm_quantize(
-    x: Activation[Array, "M K"],
-    gain: Activation[Array, " K"],
-    coding: RowCoding,
-    *,
-    eps: float,
-    backend: Backend,
-) -> QuantizedRows:
-    """Normalise rows of the residual stream and quantise them.
-
-    `out = quantize_rows(rms_norm(x, gain))`
-
-    Args:
-        x: The residual stream.
-        gain: Of the norm.
-        coding: As `quantize_rows` has it.
-        eps: Of the norm.
-        backend: Which implementation runs.
-
-    Raises:
-        ValueError: As `quantize_rows`.
-
-    Numerics:
-        The bits of the two operations one after the other; on sm90 one launch.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
-    """
-    _check_coding(x, coding)
-    return KERNELS[backend].rms_norm_quantize(x, gain, coding, eps=eps)
-
-
 def w8a8_product(
-    x: QuantizedRows,
+    x: QuantizedRows | RowsToQuantize,
     w: W8A8Matrix,
     bias: Activation[Array, " O"] | None = None,
     residual: Activation[Array, "M O"] | None = None,
@@ -96,7 +67,7 @@ def w8a8_product(
     out_dtype: jnp.dtype,
     backend: Backend,
 ) -> Activation[Array, "M O"]:
-    """Multiply quantised rows by quantised weights of the same kind.
+    """Multiply rows by quantised weights of the same kind; the rows are quantised, or will be.
 
     `out[m, o] = round(residual[m, o] + (x_scale[m] * (w_scale[o] * sum_k(q[m, k] * v[o, k])) +
     bias[o]))`
@@ -106,7 +77,8 @@ def w8a8_product(
     v[o, k]))`.
 
     Args:
-        x: Of `quantize_rows`.
+        x: Of `quantize_rows`, or rows that become that first: `quantize_rows(x)`, or
+            `quantize_rows(rms_norm(x, gain))` with a gain. On sm90 few of them need no launch.
         w: Weights, (out, in).
         bias: Added in float32.
         residual: Added last, in float32.
@@ -114,7 +86,8 @@ def w8a8_product(
         backend: Which implementation runs.
 
     Raises:
-        ValueError: If K of `x` and `w` differ, or only one of them has scales of groups.
+        ValueError: If K of `x` and `w` differ, or only one of them has scales of groups; or as
+            `quantize_rows`.
 
     Numerics:
         The sum of integers is exact in int32 and rounded to float32. The sum of float8 on sm90 is
@@ -133,14 +106,18 @@ def w8a8_product(
 
 
 def w8a8_swiglu(
-    x: QuantizedRows, w_gate_up: W8A8Matrix, *, out_dtype: jnp.dtype, backend: Backend
+    x: QuantizedRows | RowsToQuantize,
+    w_gate_up: W8A8Matrix,
+    *,
+    out_dtype: jnp.dtype,
+    backend: Backend,
 ) -> Activation[Array, "M F"]:
-    """Multiply quantised rows by gates and ups, and gate.
+    """Multiply rows by gates and ups, and gate.
 
     `out = swiglu(w8a8_product(x, w_gate_up))`
 
     Args:
-        x: Of `quantize_rows`.
+        x: As `w8a8_product` takes them.
         w_gate_up: Rows of gates, then of ups, (out, in).
         out_dtype: Of the result, and of gates and ups in between.
         backend: Which implementation runs.
@@ -170,7 +147,9 @@ def _check_coding(x, coding: RowCoding) -> None:
         )
 
 
-def _check_product(x: QuantizedRows, w: W8A8Matrix) -> None:
+def _check_product(x: QuantizedRows | RowsToQuantize, w: W8A8Matrix) -> None:
+    if isinstance(x, RowsToQuantize):
+        _check_coding(x.values, x.coding)
     if x.shape[1] != w.shape[1]:
         raise ValueError(f"{x.shape=} and {w.shape=} must agree in their last axis, K")
     operands_of(x, w)
