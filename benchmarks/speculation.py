@@ -290,7 +290,8 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
     common = {"subject": "speculation", "batch": batch, "is_adaptive": args.adaptive}
     for heat, (answers, rate) in plain.items():
         rows.keep(
-            source="none", draft="", head_weights="", is_control=False, mode="invariant", temperature=heat, drafts=0,
+            source="none", draft="", head_weights="", is_control=False, mode="invariant",
+            temperature=heat, drafts=0,
             tokens_per_s=rate, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
             different=0, answers=len(answers), tokens=sum(len(a.token_ids) for a in answers),
             **common,

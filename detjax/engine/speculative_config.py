@@ -94,10 +94,10 @@ class SpeculativeConfig:
             allowed = ", ".join(map(repr, HEAD_QUANTIZATIONS))
             raise ValueError(f"quantization={value!r} must be {allowed} or null (None)")
         if self.method not in HEADS:
+            others = " (a draft model is quantised if its folder is)"
             raise ValueError(
-                f"quantization={value!r} rounds the head of method={' or '.join(map(repr, HEADS))}, "
-                f"and method={self.method!r} has none; leave it out"
-                + " (a quantised draft model says so in its folder)" * (self.method == DRAFT_MODEL)
+                f"quantization={value!r} is of a head, of method={' or '.join(map(repr, HEADS))}, "
+                f"not {self.method!r}; leave it out" + others * (self.method == DRAFT_MODEL)
             )
 
     def _check_suffix(self) -> None:

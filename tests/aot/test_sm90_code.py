@@ -30,6 +30,7 @@ pytestmark = [
 UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguarded_"))} | {
     "contractible", "draft_launch", "fast_step", "fast_step_float8", "fast_step_int8", "kept_cache",
     "pressed_draft_prefill", "pressed_draft_window", "pressed_draft_window_one", "pressed_fast",
+    "pressed_head_int8_prefill", "pressed_head_int8_window", "pressed_head_int8_window_one",
     "pressed_head_prefill", "pressed_head_window", "pressed_head_window_one",
     "pressed_mesh_fast", "pressed_mesh_head_window", "pressed_mtp_prefill", "pressed_mtp_window",
 }  # fmt: skip
@@ -461,6 +462,20 @@ def test_control_arithmetic_outside_of_kernels_is_seen():
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")
     assert len(program["copies"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("pressed_head_int8_window", 1), ("pressed_head_int8_window_one", 2)]
+)
+def test_drafts_of_an_8_bit_head_multiply_8_bit_operands(name, attention):
+    """And no matrix is widened: the smallest would take 32 MiB."""
+    program = compiled(name)
+    shapes = wgmma(program, "detjax_linear") | wgmma(program, "detjax_linear_swiglu")
+    assert {shape[-3:] for (shape,) in shapes} == {"k32"}
+    assert program["temp_bytes"] < 4 << 20
+    # Of a first draft and of one in the loop: five products and their quantised rows, attention.
+    # The first has the product of the features besides, and puts its entries by another launch.
+    assert program["launches"] == 10 + 3 + attention + 10 + attention
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("pressed_")])

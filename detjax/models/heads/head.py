@@ -203,9 +203,7 @@ def head_pass(
     return pages, stream, stream.x if head_config.hands_normalised else stream.residual
 
 
-def draft_logits(
-    ctx: ForwardContext, params: Params, stream: Stream
-) -> Float32[Array, "B X"]:
+def draft_logits(ctx: ForwardContext, params: Params, stream: Stream) -> Float32[Array, "B X"]:
     """Float32 logits of `draft_ids`, or of the model's whole vocabulary."""
     if "draft_ids" not in params:
         ranks = dataclasses.replace(ctx, tp=lax.axis_size(TP_AXIS))

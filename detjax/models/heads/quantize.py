@@ -39,6 +39,12 @@ def quantize_head(head: DraftHead, quantization: str) -> None:
     Raises:
         ValueError: If `quantization` is another, or the kernels refuse every matrix.
     """
+    for name in matrices_to_quantize(head, quantization):
+        head.params[name] = _rounded(head.params.pop(name), quantization)
+
+
+def matrices_to_quantize(head: DraftHead, quantization: str) -> list[str]:
+    """Names of the matrices that `quantize_head` rounds; arguments and errors as there."""
     if quantization not in HEAD_QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r} must be one of {list(HEAD_QUANTIZATIONS)}")
     names = [name for name in _OWN_MATRICES if name in head.params]
@@ -50,10 +56,9 @@ def quantize_head(head: DraftHead, quantization: str) -> None:
             "quantization out"
         )
     for name, why in why_not.items():
-        if why is None:
-            head.params[name] = _rounded(head.params.pop(name), quantization)
-        else:
+        if why is not None:
             LOG.warning("%r of %s stays as it is: %s", name, head.head_config.name, why)
+    return [name for name, why in why_not.items() if why is None]
 
 
 def _rounded(w: jax.Array, quantization: str) -> W8A8Matrix:
