@@ -6,7 +6,6 @@ import pytest
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
-from detjax.engine.running import programs as programs_module
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.heads.head import DraftHead
 from detjax.models.heads.quantize import quantize_head
@@ -104,19 +103,19 @@ def test_control_committing_its_drafts_unseen_gives_other_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_program_of_a_rounded_head_is_never_taken_for_one_of_a_plain_head(kind, monkeypatch):
+def test_a_program_of_a_rounded_head_is_never_taken_for_one_of_a_plain_head(kind):
     """A later process reads kept programs by these names."""
-    names = []
-
-    def note(lower, program, *, asked=None):
-        names.append(program.name(asked))
-        return note
-
-    monkeypatch.setattr(programs_module, "compile_or_read", note)
     model = dummy_model(TARGET)
     key = plain_key(kind, mode="fast", weights="eagle3", rows=2, length=3, table_len=3)
-    plain, ours, again = (dummy_head(model, HEAD) for _ in range(3))
-    for head in (plain, rounded(ours), rounded(again)):
+
+    def name_for(head: DraftHead) -> str | None:
         cache = ProgramCache(model, num_pages=6, num_slots=2, window_len=4, draft_model=head)
-        cache.get(key, head.params_beside(model.params))
+        assert cache.drafts is not None
+        program = cache.drafts.program(key, head.params_beside(model.params))
+        return cache._executable_of(key, program, *cache.drafts.traced_from, is_fast=True).name(
+            None
+        )
+
+    plain, ours, again = (dummy_head(model, HEAD) for _ in range(3))
+    names = [name_for(head) for head in (plain, rounded(ours), rounded(again))]
     assert None not in names and names[0] != names[1] == names[2]
