@@ -112,9 +112,8 @@ def test_a_program_of_a_rounded_head_is_never_taken_for_one_of_a_plain_head(kind
         cache = ProgramCache(model, num_pages=6, num_slots=2, window_len=4, draft_model=head)
         assert cache.drafts is not None
         program = cache.drafts.program(key, head.params_beside(model.params))
-        return cache._executable_of(key, program, *cache.drafts.traced_from, is_fast=True).name(
-            None
-        )
+        described = cache._executable_of(key, program, *cache.drafts.traced_from, is_fast=True)
+        return described.name(None)
 
     plain, ours, again = (dummy_head(model, HEAD) for _ in range(3))
     names = [name_for(head) for head in (plain, rounded(ours), rounded(again))]
