@@ -22,7 +22,7 @@ _OWN_MATRICES = (
     *MATRICES, "attn_gate", "shared_gate_up", "shared_down", "fc", "join", "lm_head",
 )  # fmt: skip
 _GATED = ("gate_up", "shared_gate_up")
-_PROBED_ROWS = (1, 8, 200)
+_PROBED_ROWS = (1, 200)
 
 
 def quantize_head(head: DraftHead, quantization: str) -> None:
