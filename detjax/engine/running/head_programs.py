@@ -73,6 +73,14 @@ class Features:
         )
 
 
+MOST_UNROLLED = 8
+"""Drafts of a window that a GPU makes without a loop.
+
+Positions, rotations and page tables of all are made at once then, and the launches are one graph.
+Each draft is compiled once more.
+"""
+
+
 FEATURES_SPECS = Features(states=BY_ROW, position=BY_ROW)
 
 
@@ -228,7 +236,8 @@ class HeadPrograms:
             return pages, results.at[:, i].set(choice), hidden
 
         carry = pages, results, hidden
-        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry)
+        unroll = key.length <= MOST_UNROLLED and self._context.backend.platform == "gpu"
+        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
         results = of_first_rank(results)
         slots = Slots(
             window=_with_drafts(slots.window, slot, results[..., 0], given.count),

@@ -240,10 +240,11 @@ def _layer_stream(
     """What the layer adds to, and the rows that it projects, of embeddings and hidden states."""
     eps = ctx.config.rms_norm_eps
     embedded = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
-    normed = rms_norm(hidden, params["hidden_norm"], eps)
-    both = jnp.concatenate([rms_norm(embedded, params["embed_norm"], eps), normed], axis=1)
+    gains = jnp.stack([params["embed_norm"], params["hidden_norm"]])
+    normed = rms_norm(jnp.stack([embedded, hidden], axis=1), gains, eps)
+    both = normed.reshape(len(normed), -1)
     if head_config.method == EAGLE3:
-        return Stream(normed if head_config.norm_before_residual else hidden, both)
+        return Stream(normed[:, 1] if head_config.norm_before_residual else hidden, both)
     joined = _product(ctx, both, params["join"], both.dtype)
     if _runs_kernels(params):  # which normalise and quantise in one launch
         return Stream(joined, None)
