@@ -18,8 +18,10 @@ from detjax.models.heads.quantize import quantize_head
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
+from detjax.models.transformer import Stream
 from detjax.opening import load_drafts
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import abstract_head, dummy_eagle, dummy_head, write_dummy_head
@@ -165,6 +167,19 @@ def test_a_matrix_that_the_kernels_refuse_stays_and_is_named(caplog):
     assert set(names) == MATRICES - {"lm_head"}
     (said,) = caplog.messages
     assert "'lm_head' of an EAGLE-3 head stays as it is" in said and "64 rows, not 500" in said
+
+
+def test_a_vocabulary_that_the_kernels_refuse_is_multiplied_by_xla():
+    head = abstract(512, 500)
+    config, of_rows = head.head_config, jax.ShapeDtypeStruct((2, 512), jnp.bfloat16)
+    ctx = ForwardContext(config=config.layer, profile=head.profile, backend=Backend.SM90, tp=1)
+    logits = jax.eval_shape(
+        lambda params, rows: draft_logits(ctx, params, Stream(rows, None)), head.params, of_rows
+    )
+    assert logits.shape == (2, 500)
+    with pytest.raises(NotImplementedError, match="500"):  # control: why it is
+        product = partial(linear, out_dtype=jnp.dtype(jnp.float32), backend=Backend.SM90)
+        jax.eval_shape(product, of_rows, head.params["lm_head"])
 
 
 def test_a_head_of_which_nothing_can_be_rounded_is_refused(monkeypatch, model):

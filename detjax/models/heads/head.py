@@ -19,7 +19,7 @@ from detjax.array_types import Activation, Array, Cached, Float32, Int32
 from detjax.defaults import EAGLE3
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
-from detjax.models.decoder import CanonicalOps
+from detjax.models.decoder import CanonicalOps, local_logits
 from detjax.models.fast import FastOps, local_logits_fast, product, projected_heads, rms_norm
 from detjax.models.heads.config import HeadConfig
 from detjax.models.layers import (
@@ -38,8 +38,9 @@ from detjax.models.transformer import DecoderOps, Stream, decoder_layer
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.api import linear, norm_linear
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import BLOCK, W8A8Matrix
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -148,7 +149,7 @@ def write_keys(
     """Put the head's keys and values of tokens into its cache; arguments as `head_pass`'s."""
     stream = _layer_stream(ctx, head_config, params, tokens, hidden)
     cos, sin = (angles_of(ctx.config, x, 0) for x in rope_rows(tables, tokens.positions))
-    if _runs_kernels(params):
+    if _runs_kernels(ctx, params):
         qkv, _ = project(ctx, params, stream)
         heads = qkv.reshape(len(qkv), -1, ctx.config.head_dim)
     else:
@@ -195,7 +196,7 @@ def head_pass(
     some = None if tokens.ids.shape[1] == 1 else wanted
     common: dict = {"ctx": ctx, "tokens": tokens, "cos": cos, "sin": sin, "wanted": some}
     ops: DecoderOps = FastOps(**common)
-    if _runs_kernels(params):
+    if _runs_kernels(ctx, params):
         ops = CanonicalOps(**common, exchange=None)
     pages, stream = decoder_layer(ops, 0, params, params["last_norm"], pages, stream)
     if "draft_ids" not in params:  # the model's matrix reads rows, and a mixture may leave none
@@ -207,25 +208,36 @@ def draft_logits(ctx: ForwardContext, params: Params, stream: Stream) -> Float32
     """Float32 logits of `draft_ids`, or of the model's whole vocabulary."""
     if "draft_ids" not in params:
         ranks = dataclasses.replace(ctx, tp=lax.axis_size(TP_AXIS))
-        return gather_columns(local_logits_fast(ranks, params, stream.x), TP_AXIS)
-    if stream.x is not None:
-        return _product(ctx, stream.x, params["lm_head"], jnp.dtype(jnp.float32))
-    return norm_linear(
-        stream.residual, params["last_norm"], params["lm_head"],
-        eps=ctx.config.rms_norm_eps, out_dtype=jnp.dtype(jnp.float32), backend=ctx.backend,
-    )  # fmt: skip
+        of_rank = local_logits if _runs_kernels(ctx, params) else local_logits_fast
+        return gather_columns(of_rank(ranks, params, stream.x), TP_AXIS)
+    w, gain, dtype = params["lm_head"], params["last_norm"], jnp.dtype(jnp.float32)
+    if stream.x is None and _takes(ctx, w):
+        eps = ctx.config.rms_norm_eps
+        return norm_linear(stream.residual, gain, w, eps=eps, out_dtype=dtype, backend=ctx.backend)
+    return _product(ctx, added_rows(ctx, stream, gain).x, w, dtype)
 
 
-def _runs_kernels(params: Params) -> bool:
-    """Whether the layer runs by the engine's own kernels: those alone multiply 8-bit rows."""
-    return any(isinstance(params.get(name), W8A8Matrix) for name in MATRICES)
+def _runs_kernels(ctx: ForwardContext, params: Params) -> bool:
+    """Whether the layer runs by the engine's own kernels, not XLA's.
+
+    These alone multiply 8-bit rows, and on some backends they are quicker for steps of any model.
+    """
+    has_bytes = any(isinstance(params.get(name), W8A8Matrix) for name in MATRICES)
+    return has_bytes or KERNELS[ctx.backend].steps_beat_xla
+
+
+def _takes(ctx: ForwardContext, w: Any) -> bool:
+    """Whether the kernels multiply by a matrix beside the layer: that of any vocabulary may not."""
+    if isinstance(w, W8A8Matrix):
+        return True  # those that they refuse are not rounded
+    return KERNELS[ctx.backend].steps_beat_xla and w.shape[0] % BLOCK == 0
 
 
 def _product(
     ctx: ForwardContext, x: Activation[Array, "M I"], w: Any, dtype: jnp.dtype
 ) -> Activation[Array, "M O"]:
-    """`x @ w.T`: by kernels of 8-bit operands, or as XLA does it."""
-    if isinstance(w, W8A8Matrix):
+    """`x @ w.T` by the engine's kernels if they take the matrix, else as XLA does it."""
+    if _takes(ctx, w):
         return linear(x, w, out_dtype=dtype, backend=ctx.backend)
     return product(x, w, dtype)
 
@@ -246,6 +258,6 @@ def _layer_stream(
     if head_config.method == EAGLE3:
         return Stream(normed[:, 1] if head_config.norm_before_residual else hidden, both)
     joined = _product(ctx, both, params["join"], both.dtype)
-    if _runs_kernels(params):  # which normalise and quantise in one launch
+    if _runs_kernels(ctx, params):  # which normalise and quantise in one launch
         return Stream(joined, None)
     return Stream(joined, rms_norm(joined, params["attn_norm"], eps))
