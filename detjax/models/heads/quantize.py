@@ -84,7 +84,7 @@ def _why_refused(head: DraftHead, name: str, quantization: str) -> str | None:
                 jax.eval_shape(_product(head, name, has_norm=True), x, gain, matrix)
             jax.eval_shape(_product(head, name, has_norm=False), x, matrix)
         except (NotImplementedError, ValueError) as error:
-            return str(error)
+            return str(error).partition(";")[0]  # what follows is of models
     return None
 
 
