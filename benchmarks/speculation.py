@@ -6,7 +6,7 @@ python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --pro
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt
 python -m benchmarks.speculation --shapes tiny --backend portable --layers 1 --tokens 16
 python -m benchmarks.speculation --replay 0.74 --drafts 4
-python -m benchmarks.speculation --replay 0.74 --drafts 4 --weights int8-w8a8
+python -m benchmarks.speculation --replay 0.74 --drafts 4 --weights int8-w8a8 --head-weights int8
 python -m benchmarks.speculation --model FOLDER_OR_ID --head FOLDER_OR_ID --prompts-file FILE.txt \
     --mode invariant dvr --temperature 0 0.8 --batch 32 --requests 256 --control
 
@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.defaults import EAGLE3
+from detjax.defaults import EAGLE3, HEAD_QUANTIZATIONS
 from detjax.engine.config import DRAFT_MODEL, MODES, OWN_DRAFT_WEIGHTS, EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.metrics import DraftCounts
@@ -59,6 +59,7 @@ from detjax.engine.scheduling.drafters import HOST_DRAFTERS
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.heads.eagle import load_eagle_head, place_eagle_head, tensor_shapes
 from detjax.models.heads.head import AnyDraftModel, DraftHead
+from detjax.models.heads.quantize import quantize_head
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, random_model
 from detjax.models.quantization.quantize import RECIPES
@@ -113,7 +114,7 @@ def random_subject(args: argparse.Namespace, backend: Backend) -> Subject:
     if args.replay is not None:
         if args.weights != "bfloat16":
             model = quantized_model(model, args.weights)
-        drafts = {"replayed": replaying_head(model)}
+        drafts = {"replayed": replaying_head(model, args.head_weights)}
     return Subject(model=model, drafts=drafts, prompts=random_prompts(args, config.vocab_size))
 
 
@@ -133,7 +134,7 @@ def loaded_subject(args: argparse.Namespace) -> Subject:
     )  # fmt: skip
     if args.replay is not None:
         return Subject(
-            model=model, drafts={"replayed": replaying_head(model)},
+            model=model, drafts={"replayed": replaying_head(model, args.head_weights)},
             prompts=random_prompts(args, model.config.vocab_size),
         )  # fmt: skip
     tokenizer = Tokenizer.from_folder(folder)
@@ -141,7 +142,7 @@ def loaded_subject(args: argparse.Namespace) -> Subject:
     if args.draft is not None:
         drafts[args.draft] = load_draft_model(args.draft, model=model, tokenizer=tokenizer)
     if args.head is not None:
-        drafts[args.head] = load_eagle_head(args.head, model=model)
+        drafts[args.head] = with_weights(load_eagle_head(args.head, model=model), args.head_weights)
     texts = [line for line in args.prompts_file.read_text().splitlines() if line.strip()]
     texts = [texts[i % len(texts)] for i in range(max(args.requests, *args.batch))]
     prompts = [tuple(tokenizer.encode(text)) for text in texts]
@@ -203,14 +204,21 @@ def make_engine(
     )
 
 
-def replaying_head(model: LoadedModel) -> DraftHead:
+def with_weights(head: DraftHead, weights: str) -> DraftHead:
+    """A head whose matrices are as `--head-weights` has them."""
+    if weights != "bfloat16":
+        quantize_head(head, weights)
+    return head
+
+
+def replaying_head(model: LoadedModel, weights: str) -> DraftHead:
     """A head of a model's shapes whose drafts nobody looks at."""
     eagle = dummy_eagle(model.config, draft_vocab_size=min(32000, model.config.vocab_size))
     num_layers = model.config.num_layers
     layers = 1, max(1, num_layers // 2), num_layers - 1
     eagle = dataclasses.replace(eagle, feature_layers=layers)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(eagle).items()}
-    return place_eagle_head(eagle, tensors, dummy_ids(eagle), model=model)
+    return with_weights(place_eagle_head(eagle, tensors, dummy_ids(eagle), model=model), weights)
 
 
 def replayed(
@@ -246,6 +254,7 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
         rows.keep(
             subject="speculation", source=method, draft="replayed", batch=batch,
             drafts=0 if method == "none" else args.drafts, is_adaptive=args.adaptive,
+            head_weights="" if head is None else args.head_weights,
             tokens_per_s=rate, ratio_to_none=rate / base, acceptance=counts.acceptance,
             tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
         )  # fmt: skip
@@ -281,7 +290,8 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
     common = {"subject": "speculation", "batch": batch, "is_adaptive": args.adaptive}
     for heat, (answers, rate) in plain.items():
         rows.keep(
-            source="none", draft="", is_control=False, mode="invariant", temperature=heat, drafts=0,
+            source="none", draft="", head_weights="", is_control=False, mode="invariant",
+            temperature=heat, drafts=0,
             tokens_per_s=rate, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
             different=0, answers=len(answers), tokens=sum(len(a.token_ids) for a in answers),
             **common,
@@ -301,7 +311,9 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
                 different = sum(one.digest() != other.digest() for one, other in pairs)
                 counts = engine.stats().drafts.get(method, DraftCounts()).since(before)
                 rows.keep(
-                    source=method, draft=name, is_control=is_unseen, mode=mode, temperature=heat,
+                    source=method, draft=name,
+                    head_weights=args.head_weights if isinstance(draft, DraftHead) else "",
+                    is_control=is_unseen, mode=mode, temperature=heat,
                     drafts=args.drafts, tokens_per_s=rate, ratio_to_none=rate / max(base, 1e-9),
                     acceptance=counts.acceptance, tokens_per_window=counts.tokens_per_window,
                     different=different, answers=len(answers),
@@ -366,6 +378,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--weights", choices=["bfloat16", *RECIPES], default="bfloat16",
         help="with --replay and random weights: of the layers' matrices",
     )  # fmt: skip
+    parser.add_argument(
+        "--head-weights", choices=["bfloat16", *HEAD_QUANTIZATIONS], default="bfloat16",
+        help="with --replay or --head: of the matrices of the head",
+    )  # fmt: skip
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--drafts", type=int, default=3, help="tokens a window")
@@ -396,6 +412,8 @@ def main() -> None:
         parser.error("--model needs --replay, or --prompts-file and --draft or --head")
     if args.weights != "bfloat16" and (args.replay is None or args.model is not None):
         parser.error("--weights needs --replay, and no --model")
+    if args.head_weights != "bfloat16" and args.replay is None and args.head is None:
+        parser.error("--head-weights needs --replay or --head")
     backend = Backend(args.backend)
     what = args.model or f"{args.shapes}, {args.layers} layers that add"
     what += f", {args.weights}" * (args.weights != "bfloat16")

@@ -13,6 +13,9 @@ EAGLE3, MTP = HEADS = ("eagle3", "mtp")
 The names are those of vLLM's `speculative_config`.
 """
 
+HEAD_QUANTIZATIONS = ("int8",)
+"""What the matrices of a head may be rounded to when it is loaded."""
+
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory for weights and cache together."""
 MAX_LORAS, MAX_LORA_RANK = 8, 16

@@ -9,7 +9,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from detjax.compilation.loaded_code import one_moment
-from detjax.defaults import AUTO, EAGLE3, MTP, NO_CAST
+from detjax.defaults import AUTO, EAGLE3, HEADS, NO_CAST
 from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
@@ -18,6 +18,7 @@ from detjax.models.heads.eagle import load_eagle_head
 from detjax.models.heads.eagle_config import refuse_head
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.heads.mtp import load_mtp_head
+from detjax.models.heads.quantize import quantize_head
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel, load_model
@@ -97,7 +98,7 @@ def load_drafts(
     tokenizer: Tokenizer,
     progress: Progress = ignore_progress,
 ) -> AnyDraftModel | None:
-    """Load what makes the drafts, if that has weights of its own.
+    """Load what makes the drafts, if that has weights of its own; a head rounded as is asked.
 
     Args:
         speculative: Where drafts come from.
@@ -106,18 +107,25 @@ def load_drafts(
         progress: Told how far loading is.
 
     Raises:
-        ValueError, FileNotFoundError: As `load_draft_model`, `load_eagle_head` or `load_mtp_head`
-            says.
+        ValueError, FileNotFoundError: As `load_draft_model`, `load_eagle_head`, `load_mtp_head` or
+            `quantize_head` says.
     """
     if speculative is None:
         return None
-    if speculative.method == MTP:
-        return load_mtp_head(model, progress=progress)
-    if not speculative.model:
+    name = speculative.model
+    if speculative.method in HEADS:
+        is_eagle = speculative.method == EAGLE3
+        head = (
+            load_eagle_head(name, model=model, progress=progress)
+            if is_eagle
+            else load_mtp_head(model, progress=progress)
+        )
+        if speculative.quantization is not None:
+            quantize_head(head, speculative.quantization)
+        return head
+    if not name:
         return None
-    if speculative.method == EAGLE3:
-        return load_eagle_head(speculative.model, model=model, progress=progress)
-    return load_draft_model(speculative.model, model=model, tokenizer=tokenizer, progress=progress)
+    return load_draft_model(name, model=model, tokenizer=tokenizer, progress=progress)
 
 
 def load_draft_model(

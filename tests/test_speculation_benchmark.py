@@ -51,11 +51,20 @@ def test_control_an_answer_that_differs_fails_the_benchmark(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_head_is_timed_with_an_acceptance_that_is_given(monkeypatch, tmp_path):
-    code, rows = measured(monkeypatch, tmp_path, "--replay", "1")
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_a_head_is_timed_with_an_acceptance_that_is_given(monkeypatch, tmp_path, weights):
+    code, rows = measured(monkeypatch, tmp_path, "--replay", "1", "--head-weights", weights)
     assert code == 0
+    assert [row["head_weights"] for row in rows] == ["", weights]
     assert [row["source"] for row in rows] == ["none", "eagle3"]
     assert rows[-1]["acceptance"] == 1 and rows[-1]["different"] == 0
+
+
+def test_weights_of_a_head_without_a_head_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speculation", "--head-weights", "int8"])
+    with pytest.raises(SystemExit):
+        speculation.main()
+    assert "--head-weights needs --replay or --head" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -323,9 +323,9 @@ SPECULATIVE_CONFIG = Option(
     metavar="JSON",
     help="where drafts come from, which canonical steps verify: the same bits. An object with "
     f"`method` ({', '.join(METHODS)}), `model` of a draft model or an EAGLE-3 head (a folder or a "
-    "Hugging Face id; an MTP head is in the model's own), `num_speculative_tokens` (3; 8 of "
-    "suffix), and `disable_by_batch_size` (32), the most sequences that decode at once while "
-    "drafts are made",
+    "Hugging Face id; an MTP head is in the model's own), `quantization` of a head "
+    f"({', '.join(defaults.HEAD_QUANTIZATIONS)}), `num_speculative_tokens` (3; 8 of suffix), and "
+    "`disable_by_batch_size` (32), the most sequences that decode at once while drafts are made",
 )
 ENABLE_LORA = Option(
     name="enable_lora",

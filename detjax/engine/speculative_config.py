@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from detjax.defaults import EAGLE3
+from detjax.defaults import EAGLE3, HEAD_QUANTIZATIONS, HEADS
 from detjax.engine.config import DRAFT_MODEL, DRAFTS_OF_OTHERS
 from detjax.engine.scheduling.drafters import (
     HOST_DRAFTERS,
@@ -36,6 +36,8 @@ class SpeculativeConfig:
             smaller model of the same vocabulary. `eagle3`: an EAGLE-3 head of the model. `mtp`: the
             model's own head of multi-token prediction, in its folder.
         model: A folder in Hugging Face format or a Hugging Face id, of the draft model or head.
+        quantization: What the matrices of a head are rounded to when it is loaded, "int8"; None
+            leaves them in the model's dtype of weights.
         num_speculative_tokens: Drafts of a window.
         disable_by_batch_size: Most sequences that decode at once while drafts are made; 0 sets no
             limit.
@@ -51,6 +53,7 @@ class SpeculativeConfig:
 
     method: str
     model: str = ""
+    quantization: str | None = None
     num_speculative_tokens: int = 3
     disable_by_batch_size: int = 32
     is_adaptive: bool = True
@@ -80,6 +83,22 @@ class SpeculativeConfig:
         if (self.method in (DRAFT_MODEL, EAGLE3)) != bool(self.model):
             fix = "give one" if not self.model else "leave it out"
             raise ValueError(f"model={self.model!r} with method={self.method!r}: {fix}")
+        self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        """Check what a head is rounded to, and that nobody asks it of another source."""
+        value = self.quantization
+        if value is None:
+            return
+        if value not in HEAD_QUANTIZATIONS:
+            allowed = ", ".join(map(repr, HEAD_QUANTIZATIONS))
+            raise ValueError(f"quantization={value!r} must be {allowed} or null (None)")
+        if self.method not in HEADS:
+            others = " (a draft model is quantised if its folder is)"
+            raise ValueError(
+                f"quantization={value!r} is of a head, of method={' or '.join(map(repr, HEADS))}, "
+                f"not {self.method!r}; leave it out" + others * (self.method == DRAFT_MODEL)
+            )
 
     def _check_suffix(self) -> None:
         """Check the fractions, and that nothing is asked of another source."""
@@ -158,7 +177,7 @@ class SpeculativeConfig:
 
     def __str__(self) -> str:
         """Return it as a line for people."""
-        source = f"{self.method} {self.model}".strip()
+        source = " ".join(filter(None, (self.method, self.model, self.quantization)))
         limit = self.disable_by_batch_size
         until = f", to {limit} sequences at once" if limit else ""
         return f"{source}, {self.num_speculative_tokens} tokens a window{until}"

@@ -204,14 +204,27 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
                 "8-bit drafts of weights that are quantised already are not supported; use "
                 "draft_weights='full', or quantized_weights='expanded'"
             )
-        if not isinstance(w.sharding, NamedSharding):
-            raise ValueError(f"a matrix lies as {w.sharding}; quantise a model loaded on a mesh")
-        shardings = jax.tree.map(
-            functools.partial(NamedSharding, w.sharding.mesh), _narrow_specs(w.sharding.spec)
-        )
-        return _narrowing(name, shardings["q"], shardings["scale"])(w)
+        return narrowed(w, name)
 
     return _replace_matrices(params, narrow)
+
+
+def narrowed(w: jax.Array, name: str) -> dict[str, jax.Array]:
+    """A matrix in 8 bits where it lies, as `quantise_params` has it; not consumed.
+
+    Args:
+        w: Of a model loaded on a mesh.
+        name: Of the dtype.
+
+    Raises:
+        ValueError: If it lies on no mesh.
+    """
+    if not isinstance(w.sharding, NamedSharding):
+        raise ValueError(f"a matrix lies as {w.sharding}; quantise a model loaded on a mesh")
+    shardings = jax.tree.map(
+        functools.partial(NamedSharding, w.sharding.mesh), _narrow_specs(w.sharding.spec)
+    )
+    return _narrowing(name, shardings["q"], shardings["scale"])(w)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from detjax.models.heads.head import DraftHead
+from detjax.models.heads.quantize import matrices_to_quantize
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES
 from detjax.models.quantization.quantize import RECIPES, Recipe
@@ -52,6 +54,22 @@ def quantized_model(model: LoadedModel, scheme: str) -> LoadedModel:
     model.params["layers"] = jax.device_put(layers, shardings)
     specs = with_packed_specs(model.partition_specs, model.params)
     return dataclasses.replace(model, partition_specs=specs, matrix_form=form)
+
+
+def abstract_quantized_head(head: DraftHead) -> DraftHead:
+    """A head of shapes, as `quantize_head` leaves one of arrays with "int8"."""
+
+    def rounded(w: jax.ShapeDtypeStruct) -> W8A8Matrix:
+        of_scales = NamedSharding(head.mesh, P())
+        return W8A8Matrix(
+            values=jax.ShapeDtypeStruct(w.shape, jnp.int8, sharding=w.sharding),
+            scales=jax.ShapeDtypeStruct(w.shape[:1], jnp.float32, sharding=of_scales),
+        )
+
+    names = matrices_to_quantize(head, "int8")
+    return dataclasses.replace(
+        head, params=head.params | {name: rounded(head.params[name]) for name in names}
+    )
 
 
 def _rounded(recipe: Recipe, model: LoadedModel):

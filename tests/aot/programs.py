@@ -58,6 +58,7 @@ from detjax.testing.dummies import dummy_config
 from detjax.testing.eagle import abstract_head, dummy_eagle
 from detjax.testing.mtp import abstract_mtp_head
 from detjax.testing.programs import plain_key, programs_for
+from detjax.testing.quantized import abstract_quantized_head
 from detjax.testing.shapes import LAYOUTS, MOE_SHAPES
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -515,11 +516,14 @@ def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
-def pressed_head(kind: ProgramKind, *, weights: str, tp: int = 1, **sizes) -> aot.CompiledProgram:
+def pressed_head(
+    kind: ProgramKind, *, weights: str, tp: int = 1, is_int8: bool = False, **sizes
+) -> aot.CompiledProgram:
     """A program of an EAGLE-3 head with a vocabulary of its own, or one that leaves it features."""
     model = abstract_model(4, PRESSED_BYTES // tp, tp=tp)
-    eagle = dummy_eagle(model.config, draft_vocab_size=32000)
-    return head_program(model, abstract_head(model, eagle), kind, weights=weights, **sizes)
+    head = abstract_head(model, dummy_eagle(model.config, draft_vocab_size=32000))
+    head = abstract_quantized_head(head) if is_int8 else head
+    return head_program(model, head, kind, weights=weights, **sizes)
 
 
 def mtp_program(kind: ProgramKind, *, weights: str, **sizes) -> aot.CompiledProgram:
@@ -725,6 +729,15 @@ PROGRAMS = {
     ),
     "pressed_head_window_one": lambda: pressed_head(
         "decode", weights="eagle3", rows=1, table_len=34, length=3
+    ),
+    "pressed_head_int8_prefill": lambda: pressed_head(
+        "prefill", weights="eagle3", rows=1, table_len=10, length=512, is_int8=True
+    ),
+    "pressed_head_int8_window": lambda: pressed_head(
+        "decode", weights="eagle3", rows=8, table_len=10, length=4, is_int8=True
+    ),
+    "pressed_head_int8_window_one": lambda: pressed_head(
+        "decode", weights="eagle3", rows=1, table_len=34, length=4, is_int8=True
     ),
     "pressed_mtp_features": lambda: mtp_program(
         "prefill", weights="full", rows=1, table_len=10, length=512

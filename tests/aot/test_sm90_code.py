@@ -30,6 +30,7 @@ pytestmark = [
 UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguarded_"))} | {
     "contractible", "draft_launch", "fast_step", "fast_step_float8", "fast_step_int8", "kept_cache",
     "pressed_draft_prefill", "pressed_draft_window", "pressed_draft_window_one", "pressed_fast",
+    "pressed_head_int8_prefill", "pressed_head_int8_window", "pressed_head_int8_window_one",
     "pressed_head_prefill", "pressed_head_window", "pressed_head_window_one",
     "pressed_mesh_fast", "pressed_mesh_head_window", "pressed_mtp_prefill", "pressed_mtp_window",
 }  # fmt: skip
@@ -469,6 +470,23 @@ def test_control_arithmetic_outside_of_kernels_is_seen():
 def test_control_a_kept_cache_is_seen_as_a_copy():
     program = compiled("kept_cache")
     assert len(program["copies"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "others"),
+    [("pressed_head_int8_window", 1, 32), ("pressed_head_int8_window_one", 2, 44)],
+)
+def test_drafts_of_an_8_bit_head_multiply_8_bit_operands(name, attention, others):
+    """And no matrix is widened: the smallest would take 32 MiB."""
+    program = compiled(name)
+    shapes = wgmma(program, "detjax_linear") | wgmma(program, "detjax_linear_swiglu")
+    assert {shape[-3:] for (shape,) in shapes} == {"k32"}
+    assert program["temp_bytes"] < 16 << 20
+    # Of each of four drafts: five products and their quantised rows, and attention. The first has
+    # the product of the features and its rows besides, and puts its entries by another launch.
+    assert program["launches"] == 4 * (5 * 2 + attention) + 3
+    # Of each draft two that join and normalise, three that choose; most others are of all four.
+    assert program["xla_launches"] <= others
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("pressed_")])

@@ -17,6 +17,7 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.models.heads.features import text_states
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import portable, reference
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head, dummy_tensors, reference_drafts
@@ -31,7 +32,6 @@ SIZES = {
 }  # fmt: skip
 SEED = 1
 EAGLE3 = {"draft_weights": "eagle3"}
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -293,11 +293,18 @@ def windows_of(made: Engine) -> list[tuple[list[int], int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("norm_before_residual", "tp"),
-    [(False, 1), pytest.param(True, 1, marks=SLOW), pytest.param(False, 2, marks=SLOW)],
+    ("norm_before_residual", "tp", "by_kernels"),
+    [(False, 1, False), (True, 1, False), (False, 2, False), (True, 1, True), (False, 2, True)],
 )
-def test_drafts_are_those_of_the_head_on_the_whole_text(norm_before_residual, tp):
-    """Over chunks of a prompt, a page and windows of every length the head has no hole."""
+def test_drafts_are_those_of_the_head_on_the_whole_text(
+    norm_before_residual, tp, by_kernels, monkeypatch
+):
+    """Over chunks of a prompt, a page and windows of every length the head has no hole.
+
+    By XLA's operations, and by the engine's own as on Hopper.
+    """
+    for kernels in (portable, reference):
+        monkeypatch.setattr(kernels, "steps_beat_xla", by_kernels)
     profile = NumericsProfile(weight_dtype="float32", compute_dtype="float32")
     model = dummy_model(MODEL, tp=tp, profile=profile)
     eagle = dataclasses.replace(HEAD, norm_before_residual=norm_before_residual)

@@ -15,8 +15,10 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.heads.quantize import quantize_head
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong
 from detjax.testing.dummies import dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head
@@ -51,21 +53,27 @@ def plain() -> Completion:
     return done
 
 
-def drafted(*, count: int = 4, tp: int = 1, **changes) -> tuple[list[Completion], Engine]:
+def drafted(
+    *, count: int = 4, tp: int = 1, is_int8: bool = False, **changes
+) -> tuple[list[Completion], Engine]:
     """Answers to the request, so many times at once."""
+    head = dummy_head(model(tp), HEAD)
+    if is_int8:
+        quantize_head(head, "int8")
     text = np.array([*PROMPT, *plain().token_ids, *range(8)], np.int32)
     mostly_right = drafts_of(every_third_wrong(text, VOCAB))
     made = Engine(
         model(tp), EngineConfig(**SIZES | DRAFTS | changes),
-        draft_model=dummy_head(model(tp), HEAD), candidates=mostly_right,
+        draft_model=head, candidates=mostly_right,
     )  # fmt: skip
     return made.generate([ASKED] * count), made
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
-def test_drafts_of_a_head_change_no_bit(mode):
-    answers, made = drafted(mode=mode)
+def test_drafts_of_a_head_change_no_bit(mode, is_int8):
+    answers, made = drafted(mode=mode, is_int8=is_int8)
     assert [done.digest() for done in answers] == [plain().digest()] * 4
     assert 0.3 < made.stats().drafts["eagle3"].acceptance < 0.9
 
@@ -77,10 +85,23 @@ def test_control_drafts_that_are_not_compared_give_another_answer(monkeypatch):
     assert done.digest() != plain().digest()
 
 
+@pytest.mark.invariance
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_head_whose_own_drafts_are_verified_changes_no_bit(is_int8):
+    head = dummy_head(model(1), HEAD)
+    if is_int8:
+        quantize_head(head, "int8")
+    assert isinstance(head.params["down"], W8A8Matrix) is is_int8
+    made = Engine(model(1), EngineConfig(**SIZES | DRAFTS), draft_model=head)
+    assert [done.digest() for done in made.generate([ASKED] * 2)] == [plain().digest()] * 2
+    assert made.stats().drafts["eagle3"].num_windows > 20
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.invariance
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("mode", ["invariant", "dvr"])
-def test_a_head_beside_ranks_that_share_layers_changes_no_bit(mode):
-    answers, made = drafted(mode=mode, tp=2)
+def test_a_head_beside_ranks_that_share_layers_changes_no_bit(mode, is_int8):
+    answers, made = drafted(mode=mode, tp=2, is_int8=is_int8)
     assert [done.digest() for done in answers] == [plain().digest()] * 4
     assert 0.3 < made.stats().drafts["eagle3"].acceptance < 0.9

@@ -27,6 +27,7 @@ from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.models.config import LinearAttentionConfig
 from detjax.models.heads.head import DraftHead
 from detjax.models.heads.mtp import load_mtp_head
+from detjax.models.heads.quantize import quantize_head
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile
@@ -282,8 +283,10 @@ def acceptance(model: LoadedModel, head: DraftHead) -> float:
 def test_a_head_that_knows_the_next_token_is_always_right(tmp_path, family, kind):
     """It would never be with the token or the hidden state of a place before or behind."""
     model = load(cyclic_folder(tmp_path / "model", family, kind))
-    head = load_mtp_head(model)
+    head, rounded = load_mtp_head(model), load_mtp_head(model)
     assert acceptance(model, head) == 1
+    quantize_head(rounded, "int8")
+    assert acceptance(model, rounded) == 1
     join = np.asarray(head.params["join"])
     swapped = np.roll(join, join.shape[1] // 2, axis=1)
     head.params["join"] = jax.device_put(swapped, head.params["join"].sharding)

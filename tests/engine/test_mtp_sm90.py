@@ -18,6 +18,7 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.config import ExpertConfig, LinearAttentionConfig
 from detjax.models.family import MtpLayout
+from detjax.models.heads.quantize import quantize_head
 from detjax.models.loading import LoadedModel
 from detjax.models.registry import family_named
 from detjax.pallas_kernels.backend import Backend
@@ -123,10 +124,13 @@ def test_a_head_beside_ranks_that_share_layers_changes_no_bit(family):
 
 
 @pytest.mark.invariance
+@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_head_with_an_acceptance_of_its_own_changes_no_bit(family):
+def test_a_head_with_an_acceptance_of_its_own_changes_no_bit(family, is_int8):
     layout = layout_of(family)
     head = random_mtp_head(model(family), layout)
+    if is_int8:
+        quantize_head(head, "int8")
     made = Engine(model(family), EngineConfig(**SIZES | DRAFTS), draft_model=head)
     assert [done.digest() for done in made.generate([ASKED] * 2)] == [plain(family).digest()] * 2
     assert made.stats().drafts["mtp"].num_windows > 20

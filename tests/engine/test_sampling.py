@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from scipy import stats
 
 from detjax.engine.requests.sampling_params import MAX_TEMPERATURE, SamplingParams
-from detjax.engine.sampling.sampling import SamplingRows, choose
+from detjax.engine.sampling.sampling import SamplingRows, choose, choose_among, choose_plain
 from detjax.models.layers import ForwardContext
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -282,6 +282,34 @@ def test_greedy_takes_the_first_maximum():
         tokens, _, top = _choose(logits, [(SamplingParams(), 0)] * 2, tp=tp)
         assert tokens.tolist() == [7, 129]
         assert top.tolist() == [[7, 200], [129, 130]]
+
+
+def test_a_choice_among_few_tokens_is_that_of_all_where_the_others_are_impossible():
+    """A head's own vocabulary: a draft has the noise of its token, not of its column."""
+    config, vocab, count = dummy_config(vocab_size=256), 256, 32
+    ctx = ForwardContext(
+        config=config, profile=NumericsProfile(vocab_block=128), backend=Backend.PORTABLE, tp=1
+    )
+    rng = np.random.default_rng(0)
+    token_ids = jnp.asarray(rng.permutation(vocab)[:90], jnp.int32)
+    logits = jnp.asarray(rng.standard_normal((count, 90)), jnp.float32)
+    rows = SamplingRows.pack([
+        (SamplingParams(temperature=0.9 * (i % 2), seed=i, noise="common"), 0) for i in range(count)
+    ])  # fmt: skip
+    positions = jnp.arange(count, dtype=jnp.int32)
+    everywhere = jnp.full((count, vocab), -jnp.inf).at[:, token_ids].set(logits)
+    of_all = jax.jit(jax.shard_map(
+        lambda *given: choose_plain(ctx, *given).token_ids, mesh=make_mesh(1, 1),
+        in_specs=(P(), P(), P()), out_specs=P(), check_vma=False,
+    ))(everywhere, rows, positions)  # fmt: skip
+    among = jax.jit(choose_among)
+    found = np.asarray(among(token_ids, logits, rows, positions).token_ids)
+    np.testing.assert_array_equal(found, np.asarray(of_all))
+    greedy = np.asarray(token_ids)[np.argmax(np.asarray(logits), axis=1)]
+    assert (found == greedy)[::2].all() and (found != greedy)[1::2].mean() > 0.5
+    by_column = among(jnp.arange(90, dtype=jnp.int32), logits, rows, positions).token_ids
+    by_column = np.asarray(token_ids)[np.asarray(by_column)]
+    assert (by_column != found)[1::2].mean() > 0.5, "control: noise of columns"
 
 
 @pytest.mark.parametrize(("tp", "block"), quick_and_slow([(4, 32)], [(1, 128)]))

@@ -37,6 +37,7 @@ from detjax.models.weights.files import open_tensors
 from detjax.models.weights.load import ignore_progress, load_params
 from detjax.models.weights.packed import has_packed
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels import portable, reference
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.dummies import assert_same_completions, cpu_backend, dummy_config, dummy_model
 from detjax.testing.folders import write_model_folder
@@ -101,9 +102,9 @@ def drafting(model: LoadedModel, head: DraftHead) -> Callable[[tuple[int, ...]],
         last = jnp.full(1, ids.size - 1, jnp.int32)
         given = Tokens(ids=ids, positions=jnp.arange(ids.size)[None], page_table=table)
         one_pass = partial(head_pass, ctx, config, params, tables)
-        hidden = read_features(config, params, states[0, :-1])
+        hidden = read_features(ctx, config, params, states[0, :-1])
         left, rows, hidden = one_pass(pages, given, hidden, last)
-        logits_of = partial(draft_logits, ctx, params, width=config.layer.vocab_size)
+        logits_of = partial(draft_logits, ctx, params)
         first = jnp.argmax(logits_of(rows), axis=1).astype(jnp.int32)
         given = Tokens(ids=first[:, None], positions=last[:, None] + 1, page_table=table)
         _, rows, _ = one_pass(left, given, hidden, jnp.zeros(1, jnp.int32))
@@ -126,8 +127,14 @@ def drafting(model: LoadedModel, head: DraftHead) -> Callable[[tuple[int, ...]],
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_are_those_of_the_published_formulas_in_float64(folders, family):
+def test_drafts_are_those_of_the_published_formulas_in_float64(
+    folders, family, by_kernels, monkeypatch
+):
+    """By XLA's operations, and by the engine's own as on Hopper."""
+    for kernels in (portable, reference):
+        monkeypatch.setattr(kernels, "steps_beat_xla", by_kernels)
     folder = folders[family]
     model = load(folder)
     head, tensors = load_mtp_head(model), load_file(folder / "model.safetensors")

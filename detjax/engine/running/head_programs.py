@@ -34,7 +34,7 @@ from detjax.engine.running.device_arrays import (
 )
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
-from detjax.engine.sampling.sampling import SamplingRows, choose_plain
+from detjax.engine.sampling.sampling import SamplingRows, choose_among, choose_plain
 from detjax.models.heads.head import (
     DraftHead,
     draft_logits,
@@ -44,7 +44,7 @@ from detjax.models.heads.head import (
 )
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
-from detjax.models.params import Params, padded_vocab_size
+from detjax.models.params import Params
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -71,6 +71,14 @@ class Features:
             states=self.states.at[slot].set(states, mode="drop"),
             position=self.position.at[slot].set(start, mode="drop"),
         )
+
+
+MOST_UNROLLED = 8
+"""Drafts of a window that a GPU makes without a loop.
+
+Positions, rotations and page tables of all are made at once then, and the launches are one graph.
+Each draft is compiled once more.
+"""
 
 
 FEATURES_SPECS = Features(states=BY_ROW, position=BY_ROW)
@@ -228,7 +236,8 @@ class HeadPrograms:
             return pages, results.at[:, i].set(choice), hidden
 
         carry = pages, results, hidden
-        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry)
+        unroll = key.length <= MOST_UNROLLED and self._context.backend.platform == "gpu"
+        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
         results = of_first_rank(results)
         slots = Slots(
             window=_with_drafts(slots.window, slot, results[..., 0], given.count),
@@ -241,7 +250,7 @@ class HeadPrograms:
     def _read(self, params, states: Activation[Array, "B T X"]) -> Activation[Array, "M D"]:
         """One hidden state of those of each token."""
         rows = states.reshape(-1, states.shape[-1])
-        return read_features(self.model.head_config, params, rows)
+        return read_features(self._context, self.model.head_config, params, rows)
 
     def _committed(self, features: Features, slots: Slots, slot, start, params):
         """What the last window committed: tokens and their positions, hidden states, the last."""
@@ -275,12 +284,12 @@ class HeadPrograms:
         tokens = Tokens(ids=ids, positions=at, page_table=page_table)
         ctx, head = self._context, self.model.head_config
         pages, out, hidden = head_pass(ctx, head, params, tables, pages, tokens, hidden, wanted)
-        width = padded_vocab_size(
-            ctx.config.vocab_size, tp=1, vocab_block=self._target.profile.vocab_block
-        )
-        logits = draft_logits(ctx, params, out, width=width)
+        logits = draft_logits(ctx, params, out)
         # The noise of the token that will be verified, as a draft model has it.
-        choice = choose_plain(ctx, logits, rows, position)
+        if "draft_ids" in params:
+            choice = choose_among(params["draft_ids"], logits, rows, position)
+        else:
+            choice = choose_plain(ctx, logits, rows, position)
         token_ids = self._candidates(choice.token_ids, position)
         return pages, hidden, pack_choice(dataclasses.replace(choice, token_ids=token_ids))
 

@@ -382,7 +382,13 @@ class ProgramCache:
     ) -> Callable:
         """Compile a program that is no forward program of the model."""
         jitted = jax.jit(program.function, donate_argnums=program.in_place)
-        executable = Executable(
+        executable = self._executable_of(key, program, *described_by, is_fast=is_fast)
+        return compile_or_read(lambda: lower(jitted, program.operands), executable, asked=asked)
+
+    def _executable_of(
+        self, key: AnyKey, program: Program, *described_by: Any, is_fast: bool
+    ) -> Executable:
+        return Executable(
             options=FAST_OPTIONS if is_fast else EXACT_OPTIONS,
             operands=program.operands,
             devices=tuple(self._model.mesh.devices.flat),
@@ -390,7 +396,6 @@ class ProgramCache:
             traced_from=(*described_by, key, self._context, self._candidates, self.sizes,
                          repr(self._model.mesh), program.specs),
         )  # fmt: skip
-        return compile_or_read(lambda: lower(jitted, program.operands), executable, asked=asked)
 
     def _host_shapes(self, key: ProgramKey) -> tuple:
         rows = key.rows * self._model.mesh.shape[DP_AXIS]

@@ -207,6 +207,21 @@ def choose_plain(
     return _choose_token(ctx, logits, rows, key, None)
 
 
+def choose_among(
+    token_ids: Int32[Array, " X"],
+    logits: Float32[Array, "B X"],
+    rows: SamplingRows,
+    positions: Int32[Array, " B"],
+) -> Choice:
+    """`choose_plain` among a few tokens, by XLA and without a claim; their logprobs are left 0."""
+    key = noise.row_key(rows.seed_low, rows.seed_high, rows.sequence_idx, positions)
+    bits = noise.token_bits((key[0][:, None], key[1][:, None]), token_ids[None])
+    heat = rows.temperature[:, None]
+    scores = logits / jnp.where(heat == 0, 1, heat) + jnp.where(heat == 0, 0, noise.gumbel(bits))
+    chosen = jnp.take(token_ids, jnp.argmax(scores, axis=1))
+    return _only(chosen, jnp.zeros_like(rows.temperature))
+
+
 def _choose_token(
     ctx: ForwardContext, logits, rows: SamplingRows, key, exchange: Exchange | None
 ) -> Choice:
@@ -218,6 +233,11 @@ def _choose_token(
     ctx.taps.see("token_id", token_ids)
     ctx.taps.see("log_sum_exp", lse)
     ctx.taps.see("logprob", logprobs)
+    return _only(token_ids, logprobs)
+
+
+def _only(token_ids: Int32[Array, " B"], logprobs: Float32[Array, " B"]) -> Choice:
+    """A choice without others that were likely."""
     none = token_ids[:, None][:, :0]
     return Choice(
         token_ids=token_ids,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -18,22 +19,28 @@ from detjax.array_types import Activation, Array, Cached, Float32, Int32
 from detjax.defaults import EAGLE3
 from detjax.models.abstract import why_unsupported
 from detjax.models.config import ModelConfig
+from detjax.models.decoder import CanonicalOps, local_logits
 from detjax.models.fast import FastOps, local_logits_fast, product, projected_heads, rms_norm
 from detjax.models.heads.config import HeadConfig
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
+    added_rows,
     angles_of,
     embed_tokens,
+    project,
     qk_gains,
     rope_rows,
 )
 from detjax.models.loading import LoadedModel
-from detjax.models.params import Params
-from detjax.models.transformer import Stream, decoder_layer
+from detjax.models.params import MATRICES, Params
+from detjax.models.transformer import DecoderOps, Stream, decoder_layer
 from detjax.models.weights.host import put_on_devices, take_to_host
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.api import linear, norm_linear
+from detjax.pallas_kernels.linear.quantized import BLOCK, W8A8Matrix
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -50,7 +57,7 @@ class DraftHead:
         params: Its weights: those of its layer, the gains `embed_norm`, `hidden_norm` and
             `last_norm`, and a matrix: `fc` makes one hidden state of several, `join` one row of a
             hidden state and an embedding. With a vocabulary of its own `lm_head` and `draft_ids`,
-            the token of each of its rows.
+            the token of each of its rows. Matrices may be `W8A8Matrix` (`quantize_head`).
         shared: Weights of the model that it uses, and how they lie on the mesh.
         rope_tables: Cosines and sines by position.
         mesh: Where.
@@ -81,7 +88,7 @@ class DraftHead:
     @property
     def partition_specs(self) -> dict[str, Any]:
         """How `params_beside` lie on the mesh."""
-        return {**self.shared, **{name: w.sharding.spec for name, w in self.params.items()}}
+        return {**self.shared, **jax.tree.map(lambda leaf: leaf.sharding.spec, self.params)}
 
     def params_beside(self, target: Params) -> Params:
         """The weights of its programs: its own, and those of the model that it uses."""
@@ -117,11 +124,14 @@ def check_head(head_config: HeadConfig, model: LoadedModel) -> None:
 
 
 def read_features(
-    head_config: HeadConfig, params: Params, features: Activation[Array, "M X"]
+    ctx: ForwardContext,
+    head_config: HeadConfig,
+    params: Params,
+    features: Activation[Array, "M X"],
 ) -> Activation[Array, "M D"]:
     """Make the hidden state that the head reads of what the model leaves of each token."""
     if head_config.method == EAGLE3:
-        return product(features, params["fc"], features.dtype)
+        return _product(ctx, features, params["fc"], features.dtype)
     if not head_config.hands_normalised:
         return features
     return rms_norm(features, params["final_norm"], head_config.layer.rms_norm_eps)
@@ -139,8 +149,13 @@ def write_keys(
     """Put the head's keys and values of tokens into its cache; arguments as `head_pass`'s."""
     stream = _layer_stream(ctx, head_config, params, tokens, hidden)
     cos, sin = (angles_of(ctx.config, x, 0) for x in rope_rows(tables, tokens.positions))
+    if _runs_kernels(ctx, params):
+        qkv, _ = project(ctx, params, stream)
+        heads = qkv.reshape(len(qkv), -1, ctx.config.head_dim)
+    else:
+        heads = projected_heads(ctx, params, stream.x)
     _, pages = rope_into_cache(
-        projected_heads(ctx, params, stream.x),
+        heads,
         Rotation(cos, sin, qk_gains(ctx.config, params)),
         CachePlace(pages, tokens.page_table, tokens.positions, layer=0),
         eps=ctx.config.rms_norm_eps,
@@ -158,7 +173,7 @@ def head_pass(
     tokens: Tokens,
     hidden: Activation[Array, "M D"],
     wanted: Int32[Array, " B"],
-) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "B D"], Activation[Array, "B D"]]:
+) -> tuple[Cached[Array, "L N 2 K P C"], Stream, Activation[Array, "B D"]]:
     """Run the head on tokens, each with the hidden state of the token before it.
 
     Args:
@@ -172,29 +187,59 @@ def head_pass(
         wanted: Which token of each sequence something is drafted from.
 
     Returns:
-        The cache, and of the wanted tokens the rows that logits are made of and the hidden state
-        for the next pass.
+        The cache, and of the wanted tokens the stream that `draft_logits` takes and the hidden
+        state for the next pass.
     """
     stream = _layer_stream(ctx, head_config, params, tokens, hidden)
     cos, sin = rope_rows(tables, tokens.positions)
-    ops = FastOps(ctx=ctx, tokens=tokens, cos=cos, sin=sin, wanted=wanted)
+    # WHY: of one token each, new entries and attention are one launch.
+    some = None if tokens.ids.shape[1] == 1 else wanted
+    common: dict = {"ctx": ctx, "tokens": tokens, "cos": cos, "sin": sin, "wanted": some}
+    ops: DecoderOps = FastOps(**common)
+    if _runs_kernels(ctx, params):
+        ops = CanonicalOps(**common, exchange=None)
     pages, stream = decoder_layer(ops, 0, params, params["last_norm"], pages, stream)
-    return pages, stream.x, stream.x if head_config.hands_normalised else stream.residual
+    if "draft_ids" not in params:  # the model's matrix reads rows, and a mixture may leave none
+        stream = added_rows(ctx, stream, params["last_norm"])
+    return pages, stream, stream.x if head_config.hands_normalised else stream.residual
 
 
-def draft_logits(
-    ctx: ForwardContext, params: Params, rows: Activation[Array, "B D"], *, width: int
-) -> Float32[Array, "B V"]:
-    """Float32 logits of `width` or more tokens of the model's vocabulary.
-
-    -inf for those that the head cannot draft.
-    """
+def draft_logits(ctx: ForwardContext, params: Params, stream: Stream) -> Float32[Array, "B X"]:
+    """Float32 logits of `draft_ids`, or of the model's whole vocabulary."""
     if "draft_ids" not in params:
         ranks = dataclasses.replace(ctx, tp=lax.axis_size(TP_AXIS))
-        return gather_columns(local_logits_fast(ranks, params, rows), TP_AXIS)
-    logits = product(rows, params["lm_head"], jnp.float32)
-    everywhere = jnp.full((len(rows), width), -jnp.inf, jnp.float32)
-    return everywhere.at[:, params["draft_ids"]].set(logits)
+        of_rank = local_logits if _runs_kernels(ctx, params) else local_logits_fast
+        return gather_columns(of_rank(ranks, params, stream.x), TP_AXIS)
+    w, gain, dtype = params["lm_head"], params["last_norm"], jnp.dtype(jnp.float32)
+    if stream.x is None and _takes(ctx, w):
+        eps = ctx.config.rms_norm_eps
+        return norm_linear(stream.residual, gain, w, eps=eps, out_dtype=dtype, backend=ctx.backend)
+    return _product(ctx, added_rows(ctx, stream, gain).x, w, dtype)
+
+
+def _runs_kernels(ctx: ForwardContext, params: Params) -> bool:
+    """Whether the layer runs by the engine's own kernels, not XLA's.
+
+    These alone multiply 8-bit rows, and on some backends they are quicker for steps of any model.
+    """
+    has_bytes = any(isinstance(params.get(name), W8A8Matrix) for name in MATRICES)
+    return has_bytes or KERNELS[ctx.backend].steps_beat_xla
+
+
+def _takes(ctx: ForwardContext, w: Any) -> bool:
+    """Whether the kernels multiply by a matrix beside the layer: that of any vocabulary may not."""
+    if isinstance(w, W8A8Matrix):
+        return True  # those that they refuse are not rounded
+    return KERNELS[ctx.backend].steps_beat_xla and w.shape[0] % BLOCK == 0
+
+
+def _product(
+    ctx: ForwardContext, x: Activation[Array, "M I"], w: Any, dtype: jnp.dtype
+) -> Activation[Array, "M O"]:
+    """`x @ w.T` by the engine's kernels if they take the matrix, else as XLA does it."""
+    if _takes(ctx, w):
+        return linear(x, w, out_dtype=dtype, backend=ctx.backend)
+    return product(x, w, dtype)
 
 
 def _layer_stream(
@@ -207,9 +252,12 @@ def _layer_stream(
     """What the layer adds to, and the rows that it projects, of embeddings and hidden states."""
     eps = ctx.config.rms_norm_eps
     embedded = embed_tokens(ctx, params["embed"], tokens.ids.reshape(-1))
-    normed = rms_norm(hidden, params["hidden_norm"], eps)
-    both = jnp.concatenate([rms_norm(embedded, params["embed_norm"], eps), normed], axis=1)
+    gains = jnp.stack([params["embed_norm"], params["hidden_norm"]])
+    normed = rms_norm(jnp.stack([embedded, hidden], axis=1), gains, eps)
+    both = normed.reshape(len(normed), -1)
     if head_config.method == EAGLE3:
-        return Stream(normed if head_config.norm_before_residual else hidden, both)
-    joined = product(both, params["join"], both.dtype)
+        return Stream(normed[:, 1] if head_config.norm_before_residual else hidden, both)
+    joined = _product(ctx, both, params["join"], both.dtype)
+    if _runs_kernels(ctx, params):  # which normalise and quantise in one launch
+        return Stream(joined, None)
     return Stream(joined, rms_norm(joined, params["attn_norm"], eps))
