@@ -9,8 +9,10 @@ python -m benchmarks.training --shapes llama3_8b --layers 8 --lora-rank 16 --cas
 Each case is a list of random sequences for the bundled model, or for random weights of `--shapes`.
 All weights are trained, or an adapter of `--lora-rank`. The list is one microbatch by either
 backward pass, and two halves by the canonical one. Each of them compiles in a process of its own,
-side by side; then one after the other is timed. The exit status is 3 if the two cuts give the
-canonical weights other bits, and 4 if a process had no answer within the patience.
+side by side; then one after the other makes a step more, and is timed. On a GPU rows also have the
+time of a step's kernels alone (`device_ms`, from CUPTI) and their number: the wall (`step_s`) has
+the host's time too. The exit status is 3 if the two cuts give the canonical weights other bits, and
+4 if a process had no answer within the patience.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.common import Rows, environment
+from benchmarks.common import Rows, environment, kernel_events
 from benchmarks.step import MODELS as SHAPES
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel, load_model, random_model
@@ -77,7 +79,10 @@ ARMS = ((Backward.XLA, 1), (Backward.CANONICAL, 1), (Backward.CANONICAL, 2))
 
 
 def run_arm(args: argparse.Namespace) -> None:
-    """Compile and make a first step, whose state is hashed; on a line of input time more."""
+    """Compile and make a first step, whose state is hashed; on a line of input time more.
+
+    The one before those that are timed finds the device as they do, after the wait.
+    """
     backend, case = Backend(args.backend), args.cases[0]
     model = model_of(args, backend)
     batches = batches_of(CASES[case], model.config.vocab_size, args.parts)
@@ -93,12 +98,29 @@ def run_arm(args: argparse.Namespace) -> None:
     found["digest"] = digest.hexdigest()[:16]
     print(json.dumps({"card": environment(backend)} | found), flush=True)
     sys.stdin.readline()
+    state, warm_s = timed_step(trainer, state, batches)
     seconds = []
     for _ in range(args.steps):
         state, step_s = timed_step(trainer, state, batches)
         seconds.append(step_s)
-    timed = {"step_s": statistics.median(seconds), "least_s": min(seconds)}
+    timed = {"warm_s": warm_s, "step_s": statistics.median(seconds), "least_s": min(seconds)}
+    if backend.platform != "cpu":
+        timed |= device_time(trainer, state, batches, steps=args.steps)
     print(json.dumps(timed), flush=True)
+
+
+def device_time(
+    trainer: Trainer, state: TrainState, batches: list[Batch], *, steps: int
+) -> dict[str, float]:
+    """Milliseconds of a step's kernels, and how many there are, without what lies between them."""
+
+    def run() -> None:
+        own = state
+        for _ in range(steps):
+            own, _ = timed_step(trainer, own, batches)
+
+    events = kernel_events(run)
+    return {"device_ms": sum(us for _, us in events) / steps / 1e3, "kernels": len(events) / steps}
 
 
 def model_of(args: argparse.Namespace, backend: Backend) -> LoadedModel:
@@ -158,6 +180,12 @@ def ready_of(arms: Sequence[subprocess.Popen], patience_s: float) -> list[dict |
     return [found.get(arm) for arm in arms]
 
 
+def over_xla(timed: dict[str, float], of_xla: dict[str, float]) -> dict[str, float]:
+    """How many times as long as XLA's arm an arm takes: its steps, and on a GPU its kernels."""
+    names = {"over_xla": "step_s", "device_over_xla": "device_ms"}
+    return {ratio: timed[name] / of_xla[name] for ratio, name in names.items() if name in of_xla}
+
+
 def measure(args: argparse.Namespace) -> int:
     """Run all arms and write their rows; the exit status."""
     kinds = [(case, *arm) for case in args.cases for arm in ARMS]
@@ -174,10 +202,8 @@ def measure(args: argparse.Namespace) -> int:
         }  # fmt: skip
         rows = rows or Rows(card, args.out)
         timed = json.loads(arm.communicate("go\n")[0])
-        base.setdefault(first["case"], timed["step_s"] if first["backward"] == "xla" else None)
-        of_xla = base[first["case"]]
-        over = {} if of_xla is None else {"over_xla": timed["step_s"] / of_xla}
-        rows.keep(subject="training", **first, **timed, **over)
+        base.setdefault(first["case"], timed if first["backward"] == "xla" else {})
+        rows.keep(subject="training", **first, **timed, **over_xla(timed, base[first["case"]]))
         if first["backward"] == Backward.CANONICAL.value:
             digests.setdefault(first["case"], set()).add(first["digest"])
     is_same = all(len(found) == 1 for found in digests.values())

@@ -58,7 +58,12 @@ class CheckedJit:
     """`jax.jit` whose programs are checked when they are compiled, and share their kernels."""
 
     def __init__(
-        self, function: Callable, *, donate_argnums: int | tuple[int, ...], options: dict[str, Any]
+        self,
+        function: Callable,
+        *,
+        donate_argnums: int | tuple[int, ...],
+        options: dict[str, Any],
+        out_shardings: Any = None,
     ):
         """Compile nothing yet.
 
@@ -66,8 +71,9 @@ class CheckedJit:
             function: Of arrays, positional.
             donate_argnums: Which arguments may be written in place.
             options: Of the compiler.
+            out_shardings: Of the results, as `jax.jit` takes them; None leaves them to it.
         """
-        self._jitted = jax.jit(function, donate_argnums=donate_argnums)
+        self._jitted = jax.jit(function, donate_argnums=donate_argnums, out_shardings=out_shardings)
         self._options = options
         self._programs: dict[Any, jax.stages.Compiled] = {}
 

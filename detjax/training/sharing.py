@@ -119,6 +119,8 @@ class Replicas:
 
     def each(self, tree: Any, specs: Any) -> list[Any]:
         """What each replica holds of arrays of all devices, as arrays of its own devices."""
+        if len(self.mesh.devices) == 1:
+            return [tree]  # WHY: not the same arrays anew, which costs the host time for each leaf
 
         def arrays(mesh: Mesh) -> Any:
             def own(leaf: jax.Array, spec: P) -> jax.Array:
@@ -132,17 +134,19 @@ class Replicas:
 
         return [arrays(mesh) for mesh in self.meshes]
 
-    def stacked(self, trees: list[Any], specs: Any) -> Any:
-        """One array of all replicas' for each leaf, stacked along a new first axis."""
+    def joined(self, trees: list[Any], specs: Any) -> Any:
+        """One array of all replicas' for each leaf, along its first axis: the same buffers."""
+        meshes = self.meshes
 
-        def stack(spec: P, *parts: jax.Array) -> jax.Array:
-            pairs = zip(parts, self.meshes, strict=True)
-            shards = [shard[None] for part, mesh in pairs for shard in _in_order(part, mesh)]
-            shape = (len(parts), *parts[0].shape)
-            sharding = NamedSharding(self.mesh, P(DP_AXIS, *spec))
+        def join(spec: P, *parts: jax.Array) -> jax.Array:
+            pairs = zip(parts, meshes, strict=True)
+            shards = [shard for part, mesh in pairs for shard in _in_order(part, mesh)]
+            first, *rest = parts[0].shape
+            sharding = NamedSharding(self.mesh, joined_spec(spec))
+            shape = (len(parts) * first, *rest)
             return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-        return jax.tree.map(stack, specs, *trees)
+        return jax.tree.map(join, specs, *trees)
 
 
 def replicas_of(
@@ -165,6 +169,12 @@ def replicas_of(
         mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         split, of_adapter = jax.tree.map(lambda _: P(), (weights, adapter))
     return Replicas(mesh=mesh, weights=split, specs=split if of_adapter is None else of_adapter)
+
+
+def joined_spec(spec: P) -> P:
+    """How `Replicas.joined` lies on the devices, of what lies so on those of each replica."""
+    first, *rest = spec or (None,)
+    return P(DP_AXIS if first is None else (DP_AXIS, first), *rest)
 
 
 def _in_order(array: jax.Array, mesh: Mesh) -> list[jax.Array]:

@@ -37,7 +37,7 @@ from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
 from detjax.training.rounding import by_use, of_uses
-from detjax.training.sharing import replicas_of, why_layers_not_shared
+from detjax.training.sharing import joined_spec, replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
 from detjax.training.weights import master_params, master_shapes, move_bits
 
@@ -156,8 +156,8 @@ class Trainer:
         replicas, parts = self._replicas, self._replicas.specs
         on_mesh = partial(jax.shard_map, mesh=self._mesh, check_vma=False)
         gather = on_mesh(self._local_gather, in_specs=(self.specs.params,), out_specs=parts)
-        stacked = jax.tree.map(lambda spec: P(DP_AXIS, *spec), self._used(parts))
-        reduce = on_mesh(self._local_reduce, in_specs=(stacked,), out_specs=P())
+        joined = jax.tree.map(joined_spec, self._used(parts))
+        reduce = on_mesh(self._local_reduce, in_specs=(joined,), out_specs=P())
         self._gather, self._reduce = OrderedJit(jax.jit(gather)), OrderedJit(jax.jit(reduce))
         self._gradients = replicas.programs(
             self._microbatch_gradient, fixed=self._fixed_specs, specs=self._used(parts)
@@ -169,7 +169,15 @@ class Trainer:
         dtype = self._model.profile.param_dtype
         tie = partial(of_uses, config=self._model.config, dtype=dtype)
         self._tie = jax.jit(tie, compiler_options=EXACT_OPTIONS)
-        self._update = CheckedJit(self._update_share, donate_argnums=0, options=EXACT_OPTIONS)
+        # WHY: the state of one device goes through as it is, and has one sharding in every step.
+        self._update = CheckedJit(
+            self._update_share, donate_argnums=0, options=EXACT_OPTIONS,
+            out_shardings=self.shardings() if self._mesh.size == 1 else None,
+        )  # fmt: skip
+        self._ranks = [
+            jax.device_put(np.int32(rank), device)
+            for rank, device in enumerate(self._mesh.devices.flat)
+        ]
 
     @finishes_before_exit
     def init(self) -> TrainState:
@@ -224,25 +232,25 @@ class Trainer:
             also on which sequences share a microbatch.
         """
         self._check_ids(batches)
-        total, logprobs, entropy = self._total_gradient(state.params, batches)
+        total, found = self._total_gradient(state.params, batches)
         state, norm = self._updated(state, total)
+        # WHY last: whoever reads waits, and the devices have all their programs by then.
+        logprobs, entropy = _rows_of(found, batches)
         output = StepOutput(logprobs=logprobs, entropy=entropy, gradient_norm=float(norm))
         return state, output
 
     def _total_gradient(
         self, masters: dict, batches: list[Batch]
-    ) -> tuple[dict, np.ndarray, np.ndarray]:
-        """The gradient of all sequences, whole on each device, and rows' logprobs and entropy.
+    ) -> tuple[dict, list[tuple[SequenceRun, Any]]]:
+        """The gradient of all sequences, whole on each device; logprobs and entropy of each run.
 
         WHY: apart from the update, so that whole masters and each replica's sums are freed before.
         """
-        specs = self._replicas.specs
-        params = self._replicas.each(self._gather(masters), specs)
+        specs, is_alone = self._replicas.specs, self._mesh.size == 1
+        whole = masters if is_alone else self._gather(masters)
+        params = self._replicas.each(whole, specs)
         runs = aligned_runs(batches, num_shares=len(params))
         sums = [SubtreeSums(self._add) for _ in params]
-        logprobs, entropy = (
-            np.zeros((len(batches), len(batches[0].ids)), np.float32) for _ in "ab"
-        )
         values: list[tuple[SequenceRun, Any]] = []
         for turn in itertools.zip_longest(*runs):  # so that devices work side by side
             replicas = zip(self._gradients, params, self._fixed, sums, turn, strict=True)
@@ -252,14 +260,13 @@ class Trainer:
                     gradient, found = gradient_of(own, fixed, batch)
                     total.add(gradient, size=run.size)
                     values.append((run, found))
-        for run, found in values:
-            for rows, of_run in zip((logprobs, entropy), found, strict=True):
-                rows[run.source, run.rows] = np.asarray(of_run)[run.places]
         totals = [
             _zeros_like(self._used(own)) if total.is_empty else total.total()
             for own, total in zip(params, sums, strict=True)
         ]
-        return self._reduce(self._replicas.stacked(totals, self._used(specs))), logprobs, entropy
+        if is_alone:
+            return totals[0], values
+        return self._reduce(self._replicas.joined(totals, self._used(specs))), values
 
     def _check_ids(self, batches: list[Batch]) -> None:
         vocab_size = self._model.config.vocab_size
@@ -328,8 +335,7 @@ class Trainer:
     def _local_reduce(self, gradients: dict) -> dict:
         """Add the levels of the tree above the replicas, neighbours first."""
 
-        def add_all(gradient: Float32[Array, "..."], spec: P) -> Float32[Array, "..."]:
-            own = gradient[0]
+        def add_all(own: Float32[Array, "..."], spec: P) -> Float32[Array, "..."]:
             total = jnp.pad(own.reshape(-1), (0, -own.size % ADD_COLS)).reshape(-1, ADD_COLS)
             size = self._mesh.shape[DP_AXIS]
             total = butterfly_sum(total, DP_AXIS, size, backend=self._model.backend)
@@ -343,9 +349,9 @@ class Trainer:
         states = _by_device(self._mesh, state)
         norm = self._norm(totals[0])
         parts = []
-        for rank, device in enumerate(self._mesh.devices.flat):
-            facts = jax.device_put((jnp.int32(rank), norm), device)
-            parts.append(self._update(states[rank], totals[rank], *facts))
+        for own, gradient, rank in zip(states, totals, self._ranks, strict=True):
+            norm_here = jax.device_put(norm, rank.sharding)
+            parts.append(self._update(own, gradient, rank, norm_here))
         return self._assembled(parts), norm
 
     def _update_share(self, state: TrainState, total: dict, rank, norm) -> TrainState:
@@ -367,6 +373,8 @@ class Trainer:
 
     def _assembled(self, parts: list[TrainState]) -> TrainState:
         """The inverse of `_by_device` for states."""
+        if self._mesh.size == 1:
+            return parts[0]
 
         def join(sharding: NamedSharding, *shares: jax.Array) -> jax.Array:
             axis, shape = _cut_axis(sharding.spec), list(shares[0].shape)
@@ -448,6 +456,17 @@ def _state_specs(
     return TrainState(params=specs, opt_state=opt_specs, step=P())
 
 
+def _rows_of(
+    found: list[tuple[SequenceRun, Any]], batches: list[Batch]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logprobs and entropy of each row of the batches, of those of runs; waits for them."""
+    logprobs, entropy = (np.zeros((len(batches), len(batches[0].ids)), np.float32) for _ in "ab")
+    for run, values in found:
+        for rows, of_run in zip((logprobs, entropy), values, strict=True):
+            rows[run.source, run.rows] = np.asarray(of_run)[run.places]
+    return logprobs, entropy
+
+
 def _zeros_like(tree: Any) -> Any:
     """Zeros, where the arrays of a tree are."""
     return jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), tree)
@@ -460,6 +479,8 @@ def _cut_axis(spec: P) -> int | None:
 
 def _by_device(mesh: Mesh, tree: Any) -> list[Any]:
     """Return what each device of the mesh holds, as arrays of that device alone."""
+    if mesh.size == 1:
+        return [tree]
     leaves, structure = jax.tree.flatten(tree)
     by_device = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
     return [

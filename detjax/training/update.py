@@ -85,8 +85,9 @@ def update_in_blocks(
 ) -> tuple[Any, Any]:
     """Apply an elementwise optimizer to all tensors as one row of blocks.
 
-    # SHAPE: one body of one shape, whose bound the compiler cannot see: how many weights a device
-    # holds chooses no vector width and no fused multiply-add.
+    # SHAPE: one body of one shape: how many weights a device holds chooses no vector width and no
+    # fused multiply-add. On a CPU the compiler cannot see the bound either. On a GPU a hidden bound
+    # would be read by the host before each block.
 
     Args:
         optimizer: Elementwise.
@@ -98,8 +99,8 @@ def update_in_blocks(
     Returns:
         The new state of the optimizer and the new parameters.
     """
-    structure = jax.tree.structure(params)
-    block = UPDATE_BLOCK if backend.platform == "cpu" else GPU_UPDATE_BLOCK
+    structure, is_on_cpu = jax.tree.structure(params), backend.platform == "cpu"
+    block = UPDATE_BLOCK if is_on_cpu else GPU_UPDATE_BLOCK
     is_like = lambda node: jax.tree.structure(node) == structure  # noqa: E731
     parts, whole_state = jax.tree.flatten(opt_state, is_leaf=is_like)
     like = [is_like(part) for part in parts]
@@ -107,8 +108,10 @@ def update_in_blocks(
     state_of_block = jax.tree.structure(jax.eval_shape(optimizer.init, shape))
 
     def run(i, carried):
-        blocks, _ = carried
-        own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in blocks]
+        done, _ = carried
+        own = [
+            lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (blocks if is_on_cpu else done)
+        ]
         slots, numbers = iter(own[1:]), iter(scalars)
         state = [next(slots) if is_block else next(numbers) for is_block in like]
         of_block = lax.dynamic_index_in_dim(slopes, i, keepdims=False)
@@ -121,15 +124,18 @@ def update_in_blocks(
         new += [x for x, is_block in zip(found, like, strict=True) if is_block]
         rest = [x for x, is_block in zip(found, like, strict=True) if not is_block]
         put = lax.dynamic_update_index_in_dim
-        return [put(x, part, i, 0) for x, part in zip(blocks, new, strict=True)], rest
+        return [put(x, part, i, 0) for x, part in zip(done, new, strict=True)], rest
 
     scalars = [part for part, is_block in zip(parts, like, strict=True) if not is_block]
     slots = [part for part, is_block in zip(parts, like, strict=True) if is_block]
     slopes = _in_blocks(gradient, block)
     blocks = [_in_blocks(tree, block) for tree in (params, *slots)]
-    bound = lax.optimization_barrier(jnp.int32(len(slopes)))
-    blocks, scalars = lax.fori_loop(0, bound, run, (blocks, scalars))
-    params, *slots = (_from_blocks(x, params) for x in blocks)
+    bound = lax.optimization_barrier(jnp.int32(len(slopes))) if is_on_cpu else len(slopes)
+    # WHY: XLA:CPU (jax 0.11.2) copied whole arrays in each turn where one fusion wrote what another
+    # read, so the time grew with the square of the number of weights. XLA:GPU writes in place.
+    done = list(map(jnp.zeros_like, blocks)) if is_on_cpu else blocks
+    done, scalars = lax.fori_loop(0, bound, run, (done, scalars))
+    params, *slots = (_from_blocks(x, params) for x in done)
     left, numbers = iter(slots), iter(scalars)
     parts = [next(left) if is_block else next(numbers) for is_block in like]
     return jax.tree.unflatten(whole_state, parts), params
@@ -141,9 +147,10 @@ def _in_blocks(tree: Any, block: int) -> Float32[Array, "X Y"]:
     # SHAPE: of one block the compiler knows the index, and takes the body out of its loop: Adam of
     # one block had other bits than of two (XLA:CPU, jax 0.11.2).
     """
-    flat = jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(tree)])
-    count = max(-(-flat.size // block), 2)
-    return jnp.pad(flat, (0, count * block - flat.size)).reshape(-1, block)
+    parts = [x.reshape(-1) for x in jax.tree.leaves(tree)]
+    size = sum(part.size for part in parts)
+    rest = max(-(-size // block), 2) * block - size
+    return jnp.concatenate([*parts, jnp.zeros(rest, jnp.float32)]).reshape(-1, block)
 
 
 def _from_blocks(blocks: jax.Array, like: Any) -> Any:

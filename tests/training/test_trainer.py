@@ -2,18 +2,29 @@
 """Updates: the same on every number of devices, and after a stop."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from detjax.compilation.hlo_text import parse_module
+from detjax.compilation.xla_flags import EXACT_OPTIONS
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.testing import assert_bitwise_equal
+from detjax.testing import assert_bitwise_equal, count_different_bits
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
+from detjax.training import update as update_module
 from detjax.training.batch import Scored, pack
 from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
+from detjax.training.gradients import Backward
+from detjax.training.lora import LoraConfig
 from detjax.training.trainer import Trainer, TrainState
 from detjax.training.update import why_not_elementwise
 
@@ -96,6 +107,108 @@ def test_whole_masters_are_freed_before_the_update(batches, monkeypatch):
     before = num_whole()
     of.step(state, batches[:1])
     assert counts == [before]
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the programs that XLA has compiled since."""
+    names, is_over = [], False
+
+    def listener(event: str, duration_secs: float, **named) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and not is_over:
+            names.append(str(named.get("fun_name", "?")))
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield names
+    is_over = True
+
+
+@pytest.mark.parametrize(("dp", "tp"), quick_and_slow([(1, 1)], [(2, 1)]))
+def test_a_second_update_compiles_nothing(dp, tp, compiled):
+    """Of a gradient that is there already."""
+    of = trainer(dp, tp)
+    state, gradient = of.init(), jax.tree.map(jnp.ones_like, of.init().params)
+    gradient = jax.device_put(gradient, NamedSharding(make_mesh(dp, tp), P()))
+    state, _ = of._updated(state, gradient)
+    compiled.clear()
+    for _ in range(2):
+        state, _ = of._updated(state, gradient)
+    assert not compiled
+    assert {x.sharding for x in jax.tree.leaves(state)} <= set(jax.tree.leaves(of.shardings()))
+    of._norm(jax.tree.map(lambda x: x[:1], gradient))  # what is counted
+    assert compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("mesh", "named"),
+    [
+        ((1, 1), {}), ((1, 1), {"lora": LoraConfig(rank=8, alpha=16.0)}), ((2, 1), {}),
+        ((1, 1), {"backward": Backward.XLA}), ((1, 2), {"shares_layers": True}),
+    ],
+)  # fmt: skip
+def test_no_step_after_the_first_compiles(mesh, named, num_microbatches, batches, compiled):
+    """With rematerialisation, Adam and a norm that clips."""
+    model = dummy_model(dummy_config(num_layers=1, qk_norm=True))
+    of = Trainer(model, optax.adam(1e-3), mesh=make_mesh(*mesh), clip_norm=1e-3, **named)
+    state, _ = of.step(of.init(), batches[:num_microbatches])
+    assert compiled
+    compiled.clear()
+    for _ in range(2):
+        state, output = of.step(state, batches[:num_microbatches])
+        assert output.gradient_norm > 1e-3
+    assert not compiled
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5), weight_decay=0.1),
+    "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "amsgrad": optax.amsgrad(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_turn_of_an_update_copies_the_weights(name):
+    """Else its time would grow with the square of their number, as it did."""
+    params = {"a": jnp.ones((3, update_module.UPDATE_BLOCK)), "b": jnp.ones((5,))}
+    found = parse_module(_updates(OPTIMIZERS[name], params, Backend.PORTABLE)[0])
+    (loop,) = (i for i in found.computations[found.entry] if i.opcode == "while")
+    rows = f"f32[4,{update_module.UPDATE_BLOCK}]"
+    assert rows in loop.shape
+    body = found.computations[loop.attribute("body") or ""]
+    assert [i.name for i in body if i.shape.startswith(rows) and i.opcode == "copy"] == []
+    assert any(i.shape.startswith(rows) and i.opcode == "fusion" for i in body)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_in_place_have_the_bits_of_updates_into_other_arrays(name, monkeypatch):
+    """What a GPU runs, and what a CPU does; blocks of one size, both on a CPU."""
+    monkeypatch.setattr(update_module, "GPU_UPDATE_BLOCK", update_module.UPDATE_BLOCK)
+    rng = np.random.default_rng(3)
+    shapes = {"a": (130, 300), "b": (7,), "c": (update_module.UPDATE_BLOCK,)}
+    params = {k: jnp.asarray(rng.standard_normal(s, np.float32)) for k, s in shapes.items()}
+    apart, in_place = (
+        _updates(OPTIMIZERS[name], params, backend)[1]
+        for backend in (Backend.PORTABLE, Backend.SM90)
+    )
+    for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(in_place), strict=True):
+        assert_bitwise_equal(a, b, claim=f"{name} in place")
+    assert count_different_bits(apart[1]["a"], params["a"])
+
+
+def _updates(optimizer, params: dict, backend: Backend) -> tuple[str, tuple]:
+    """The compiled text of an update, and the state of the optimizer and weights after three."""
+
+    def update(state, params, gradient):
+        return update_module.update_in_blocks(optimizer, gradient, state, params, backend=backend)
+
+    jitted, state = jax.jit(update, compiler_options=EXACT_OPTIONS), optimizer.init(params)
+    program = jitted.lower(state, params, params).compile()
+    for i in range(3):
+        gradient = jax.tree.map(lambda x, i=i: jnp.sin(x * np.float32(i + 1)), params)
+        state, params = program(state, params, gradient)
+    return program.as_text() or "", (state, params)
 
 
 @pytest.mark.slow
