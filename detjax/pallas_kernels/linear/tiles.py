@@ -18,7 +18,7 @@ from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SMEM_BYTES
 MAX_NORM_ROWS = 8
 """Up to here a product normalises its own input and saves a launch; 8 is most, 0 turns it off."""
 
-QUANTIZED_VALUES, NORMED_VALUES = 32_768, 16_384
+QUANTIZED_VALUES, NORMED_VALUES = 32_768, 20_480
 """Most values of all rows, 8 rows at most, that a product quantises itself; and that it normalises
 and quantises. 0 turns it off.
 
