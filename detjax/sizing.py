@@ -12,12 +12,14 @@ from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
+from detjax.models.weights.packed import MatrixForm
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
 
 _CPU_CHUNK, _GPU_CHUNK = 64, 512
 _LEAST_CHUNK = 64
 _PROMPTS_AT_ONCE = 4  # chunks of a large prefill, on a GPU: of so many prompts, or of one
+_LONG_PROMPT = int(MOSTLY_USEFUL * _PROMPTS_AT_ONCE * _GPU_CHUNK)  # from which one has it
 # WHY: offline work of Llama-3.1-8B shapes: 6,783 generated tokens a second with a streak of 64,
 # 6,412 without one (H200, 2026-11).
 _PREFILL_STREAK = 64
@@ -90,7 +92,8 @@ def choose_sizes(
     sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
     if is_gpu:
         longest = sizes["max_len"] if work is None else work.longest_prompt
-        sizes = _gpu_shapes(sizes, asked, dp=dp, longest=longest) | sizes
+        has_large = _has_large_prefill(model, longest)
+        sizes = _gpu_shapes(sizes, asked, dp=dp, has_large_prefill=has_large) | sizes
     config = EngineConfig(**sizes)
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
@@ -129,32 +132,33 @@ def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max
     return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
 
 
+def _has_large_prefill(model: LoadedModel, longest: int) -> bool:
+    """Whether prompts of up to `longest` tokens have a prefill of several chunks.
+
+    # WHY only in 8 bits: whole engines of INT8 have shown it. The start of one in bfloat16 ended
+    once without memory; whether by this is not known (docs/log/2026-11-28.md).
+    """
+    return model.matrix_form is MatrixForm.W8A8 and longest >= _LONG_PROMPT
+
+
 def _gpu_shapes(
-    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, longest: int
+    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, has_large_prefill: bool
 ) -> dict[str, Any]:
-    """What a GPU has beside the shapes of every engine; `longest`: tokens of a prompt at most."""
-    batch_size = sizes["batch_size"]
-    shapes = {
+    """What a GPU has beside the shapes of every engine; maybe a large prefill of one prompt."""
+    batch_size, chunk = sizes["batch_size"], sizes["prefill_chunk"]
+    shapes: dict[str, Any] = {
         "decode_batches": tuple(n * dp for n in _GPU_BATCHES if n * dp < batch_size),
         "max_prefill_streak": _PREFILL_STREAK,
     }
-    if "prefill_chunk" not in asked:
-        shapes["prefill_shapes"] = _prefill_shapes(
-            sizes["prefill_chunk"], batch_size // dp, longest
-        )
+    if "prefill_chunk" in asked:
+        return shapes
+    several = batch_size >= _PROMPTS_AT_ONCE * dp
+    # WHY, large: 4000 tokens in INT8 take 57.0 ms instead of 65.7, and 512 prompts of 512 tokens
+    # as long as without it (8B shapes, H200, 2026-11).
+    shapes["prefill_shapes"] = ((_PROMPTS_AT_ONCE, chunk),) * several + (
+        (1, _PROMPTS_AT_ONCE * chunk),
+    ) * has_large_prefill
     return shapes
-
-
-def _prefill_shapes(chunk: int, num_slots: int, longest: int) -> tuple[tuple[int, int], ...]:
-    """Large prefills of a replica: chunks of several prompts, and of one that has so many.
-
-    # WHY: a prompt of 4000 tokens in INT8 takes 57.0 ms with both and 65.7 with the first alone;
-    # 512 prompts of 512 tokens take the same time (8B shapes, H200, 2026-11).
-    """
-    shapes = [(_PROMPTS_AT_ONCE, chunk)] if num_slots >= _PROMPTS_AT_ONCE else []
-    if chunk == _GPU_CHUNK and longest >= MOSTLY_USEFUL * _PROMPTS_AT_ONCE * chunk:
-        shapes.append((1, _PROMPTS_AT_ONCE * chunk))
-    return tuple(shapes)
 
 
 def _num_pages(

@@ -34,6 +34,7 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.tokenizer_files import read_eos_id
+from detjax.models.weights.packed import MatrixForm
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.folders import write_model_folder
@@ -411,11 +412,16 @@ def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
     long = dataclasses.replace(toy.model.config, max_position_embeddings=4096)
 
     def choose(
-        fitting: int, asked: dict, *, work: Workload | None = None, dp: int = 1
+        fitting: int,
+        asked: dict,
+        *,
+        work: Workload | None = None,
+        dp: int = 1,
+        form: MatrixForm = MatrixForm.EXPANDED,
     ) -> EngineConfig:
         monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
         model = dataclasses.replace(
-            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1)
+            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1), matrix_form=form
         )
         return sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9, work=work)
 
@@ -485,12 +491,15 @@ def test_less_work_is_done_with_fewer_slots_and_pages(
         (4000, 256, ((4, 512), (1, 2048))),
     ],
 )
-def test_a_long_prompt_has_a_larger_prefill(gpu, longest_prompt, batch_size, shapes):
+def test_a_long_prompt_has_a_larger_prefill_in_8_bits(gpu, longest_prompt, batch_size, shapes):
     work = Workload(num_sequences=1, longest=8192, longest_prompt=longest_prompt)
-    sizes = gpu(6000, {"batch_size": batch_size}, work=work)
+    sizes = gpu(6000, {"batch_size": batch_size}, work=work, form=MatrixForm.W8A8)
     assert (sizes.prefill_chunk, sizes.prefill_shapes) == (512, shapes)
-    of_llm = gpu(6000, {"batch_size": batch_size, "max_len": 8192})
-    assert of_llm.prefill_shapes == (((4, 512),) if batch_size > 1 else ()) + ((1, 2048),)
+    of_several = ((4, 512),) if batch_size > 1 else ()
+    asked = {"batch_size": batch_size, "max_len": 8192}
+    of_llm = gpu(6000, asked, form=MatrixForm.W8A8)
+    assert of_llm.prefill_shapes == (*of_several, (1, 2048))
+    assert gpu(6000, asked).prefill_shapes == of_several
 
 
 def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):

@@ -473,18 +473,19 @@ def test_control_a_kept_cache_is_seen_as_a_copy():
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "others"),
-    [("pressed_head_int8_window", 1, 32), ("pressed_head_int8_window_one", 2, 44)],
+    ("name", "quantising", "attention", "others"),
+    [("pressed_head_int8_window", 4, 1, 32), ("pressed_head_int8_window_one", 0, 2, 44)],
 )
-def test_drafts_of_an_8_bit_head_multiply_8_bit_operands(name, attention, others):
+def test_drafts_of_an_8_bit_head_multiply_8_bit_operands(name, quantising, attention, others):
     """And no matrix is widened: the smallest would take 32 MiB."""
     program = compiled(name)
     shapes = wgmma(program, "detjax_linear") | wgmma(program, "detjax_linear_swiglu")
     assert {shape[-3:] for (shape,) in shapes} == {"k32"}
     assert program["temp_bytes"] < 16 << 20
-    # Of each of four drafts: five products and their quantised rows, and attention. The first has
-    # the product of the features and its rows besides, and puts its entries by another launch.
-    assert program["launches"] == 4 * (5 * 2 + attention) + 3
+    # Of each of four drafts: five products, the rows that they do not quantise themselves, and
+    # attention. The first has the product of the features and its rows besides, and puts its
+    # entries by another launch.
+    assert program["launches"] == 4 * (5 + quantising + attention) + 3
     # Of each draft two that join and normalise, three that choose; most others are of all four.
     assert program["xla_launches"] <= others
 
