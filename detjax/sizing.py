@@ -136,7 +136,7 @@ def _has_large_prefill(model: LoadedModel, longest: int) -> bool:
     """Whether prompts of up to `longest` tokens have a prefill of several chunks.
 
     # WHY only in 8 bits: whole engines of INT8 have shown it. The start of one in bfloat16 ended
-    once without memory; whether by this is not known (docs/log/2026-11-28.md).
+    once without memory; whether by this is not known (docs/log/2026-11-29.md).
     """
     return model.matrix_form is MatrixForm.W8A8 and longest >= _LONG_PROMPT
 

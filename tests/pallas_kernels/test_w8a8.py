@@ -516,7 +516,7 @@ def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding
     found = product(rows, InputNorm(gain=gain, coding=coding, eps=1e-5), held)
     want = product(sm90_w8a8.quantized(rows, interpret=True))
     assert_bitwise_equal(found, want, claim="the bits of two launches")
-    # Control: the greatest value of all rows.
+    # Control: another scale.
     if num_rows > 1 and not coding.bound:
         other = dataclasses.replace(coding, scale=jnp.asarray([0.02], F32))
         changed = product(rows, InputNorm(gain=gain, coding=other, eps=1e-5), held)

@@ -220,7 +220,7 @@ def draft_logits(ctx: ForwardContext, params: Params, stream: Stream) -> Float32
 def _runs_kernels(ctx: ForwardContext, params: Params) -> bool:
     """Whether the layer runs by the engine's own kernels, not XLA's.
 
-    These alone multiply 8-bit rows, and on some backends they are quicker for steps of any model.
+    These alone multiply 8-bit rows, and on some backends steps of models are quicker by them.
     """
     has_bytes = any(isinstance(params.get(name), W8A8Matrix) for name in MATRICES)
     return has_bytes or KERNELS[ctx.backend].steps_beat_xla
