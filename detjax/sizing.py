@@ -12,7 +12,6 @@ from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
-from detjax.models.weights.packed import MatrixForm
 from detjax.parallel.distributed import least_of_processes
 from detjax.parallel.mesh import DP_AXIS
 
@@ -92,8 +91,7 @@ def choose_sizes(
     sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
     if is_gpu:
         longest = sizes["max_len"] if work is None else work.longest_prompt
-        has_large = _has_large_prefill(model, longest)
-        sizes = _gpu_shapes(sizes, asked, dp=dp, has_large_prefill=has_large) | sizes
+        sizes = _gpu_shapes(sizes, asked, dp=dp, longest_prompt=longest) | sizes
     config = EngineConfig(**sizes)
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
@@ -132,17 +130,8 @@ def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max
     return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
 
 
-def _has_large_prefill(model: LoadedModel, longest: int) -> bool:
-    """Whether prompts of up to `longest` tokens have a prefill of several chunks.
-
-    # WHY only in 8 bits: whole engines of INT8 have shown it. The start of one in bfloat16 ended
-    once without memory; whether by this is not known (docs/log/2026-11-29.md).
-    """
-    return model.matrix_form is MatrixForm.W8A8 and longest >= _LONG_PROMPT
-
-
 def _gpu_shapes(
-    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, has_large_prefill: bool
+    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, longest_prompt: int
 ) -> dict[str, Any]:
     """What a GPU has beside the shapes of every engine; maybe a large prefill of one prompt."""
     batch_size, chunk = sizes["batch_size"], sizes["prefill_chunk"]
@@ -157,7 +146,7 @@ def _gpu_shapes(
     # as long as without it (8B shapes, H200, 2026-11).
     shapes["prefill_shapes"] = ((_PROMPTS_AT_ONCE, chunk),) * several + (
         (1, _PROMPTS_AT_ONCE * chunk),
-    ) * has_large_prefill
+    ) * (longest_prompt >= _LONG_PROMPT)
     return shapes
 
 

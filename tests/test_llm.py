@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jaxtyping
@@ -34,7 +35,6 @@ from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.tokenizer_files import read_eos_id
-from detjax.models.weights.packed import MatrixForm
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.folders import write_model_folder
@@ -378,6 +378,32 @@ def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share():
         memory.gpu_room([{}], [0], gpu_memory_utilization=0.9)
 
 
+def test_a_cache_is_no_larger_than_what_is_left_in_one_region():
+    """As seen on an H200 whose 126 GiB JAX took in regions: 16 of weights lay in one of 32."""
+    grows = {"bytes_limit": 126, "pool_bytes": 32, "largest_free_block_bytes": 15}
+    assert memory.gpu_room([grows], [16], gpu_memory_utilization=0.9) == 94
+    whole = grows | {"pool_bytes": 126, "largest_free_block_bytes": 109}
+    assert memory.gpu_room([whole], [16], gpu_memory_utilization=0.9) == 113 - 16
+    # An earlier cache is free again: its region is the allocator's still.
+    freed = grows | {"pool_bytes": 120, "largest_free_block_bytes": 88}
+    assert memory.gpu_room([freed], [16], gpu_memory_utilization=0.9) == 88
+
+
+def test_a_cache_that_fits_in_no_region_is_refused(toy, monkeypatch):
+    a_page = memory.cache_bytes(toy.model, 1)
+    stats = {
+        "bytes_limit": 20 * a_page, "pool_bytes": 8 * a_page, "largest_free_block_bytes": a_page,
+    }  # fmt: skip
+    device = Mock(platform="gpu", memory_stats=lambda: stats)
+    mesh = Mock(local_devices=[device], size=1)
+    monkeypatch.setattr(memory, "held_bytes", lambda model: {device: a_page})
+    monkeypatch.setattr(memory, "cache_bytes", lambda model, pages, *_, **__: pages * a_page)
+    model = Mock(mesh=mesh, profile=toy.model.profile)
+    memory.check_memory(model, EngineConfig(num_pages=12, max_len=8))
+    with pytest.raises(ValueError, match="PREALLOCATE=false one part of it has"):
+        memory.check_memory(model, EngineConfig(num_pages=13, max_len=8))
+
+
 def test_what_a_device_holds_is_what_its_arrays_take(toy):
     """A buffer that two arrays share counts once; one that is gone does not."""
     first = toy.model.mesh.local_devices[0]
@@ -417,11 +443,10 @@ def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
         *,
         work: Workload | None = None,
         dp: int = 1,
-        form: MatrixForm = MatrixForm.EXPANDED,
     ) -> EngineConfig:
         monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
         model = dataclasses.replace(
-            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1), matrix_form=form
+            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1)
         )
         return sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9, work=work)
 
@@ -491,15 +516,13 @@ def test_less_work_is_done_with_fewer_slots_and_pages(
         (4000, 256, ((4, 512), (1, 2048))),
     ],
 )
-def test_a_long_prompt_has_a_larger_prefill_in_8_bits(gpu, longest_prompt, batch_size, shapes):
+def test_a_long_prompt_has_a_larger_prefill(gpu, longest_prompt, batch_size, shapes):
     work = Workload(num_sequences=1, longest=8192, longest_prompt=longest_prompt)
-    sizes = gpu(6000, {"batch_size": batch_size}, work=work, form=MatrixForm.W8A8)
+    sizes = gpu(6000, {"batch_size": batch_size}, work=work)
     assert (sizes.prefill_chunk, sizes.prefill_shapes) == (512, shapes)
     of_several = ((4, 512),) if batch_size > 1 else ()
     asked = {"batch_size": batch_size, "max_len": 8192}
-    of_llm = gpu(6000, asked, form=MatrixForm.W8A8)
-    assert of_llm.prefill_shapes == (*of_several, (1, 2048))
-    assert gpu(6000, asked).prefill_shapes == of_several
+    assert gpu(6000, asked).prefill_shapes == (*of_several, (1, 2048))
 
 
 def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):

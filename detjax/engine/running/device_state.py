@@ -162,6 +162,8 @@ class DeviceState:
             empty(model, slots_shape(model, programs.num_slots, programs.window_len)),
             empty(model, sampling_shape(model, programs.num_slots)),
         )
+        # WHY: a cache without memory would be told of by the first program that reads it.
+        jax.block_until_ready(self._arrays)
 
     def release(self) -> None:
         """Free everything, until `reset`."""

@@ -159,6 +159,8 @@ def check_memory(
         stats = devices[0].memory_stats() or {}
         wanted, where = a_device, "a device"
         free = stats.get("bytes_limit", a_device) - held_bytes(model)[devices[0]]
+        if "bytes_limit" in stats and (largest := largest_buffer(stats)) < min(free, wanted):
+            free, where = largest, "with XLA_PYTHON_CLIENT_PREALLOCATE=false one part of it"
     if wanted > free:
         raise ValueError(
             f"a cache of {num_pages} pages takes {wanted / 2**30:.1f} GiB, and {where} has "
@@ -180,9 +182,10 @@ def pages_that_fit(
     On a GPU: of JAX's share of each GPU's memory (`bytes_limit`: 75 % of the GPU unless the
     environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), `gpu_memory_utilization` for
     weights and cache together, less other arrays that are there; the rest is for activations and
-    compiled programs. On the CPU: a quarter of the free memory, 1 GiB at most. 8-bit drafts are
-    counted with the weights. Room is a multiple of 64 MiB where there is as much, so that a second
-    start chooses the same number: a program is compiled for one number of pages.
+    compiled programs. It is no more than `largest_buffer`. On the CPU: a quarter of the free
+    memory, 1 GiB at most. 8-bit drafts are counted with the weights. Room is a multiple of 64 MiB
+    where there is as much, so that a second start chooses the same number: a program is compiled
+    for one number of pages.
 
     Args:
         model: Loaded.
@@ -273,7 +276,21 @@ def gpu_room(
             "platform; unset that, or give num_pages (--cache-pages)"
         )
     limit = min(its["bytes_limit"] for its in stats)
-    return int(limit * gpu_memory_utilization) - max(held)
+    return min(int(limit * gpu_memory_utilization) - max(held), *map(largest_buffer, stats))
+
+
+def largest_buffer(stats: Mapping[str, int]) -> int:
+    """Bytes of the largest buffer that JAX's allocator may still give, of a device's statistics.
+
+    With XLA_PYTHON_CLIENT_PREALLOCATE=false the allocator takes memory region by region, the next
+    twice as large, and no buffer may lie in two. Beside weights of 16 GiB, in a region of 32, 126
+    GiB have no room for a cache of 98.
+    """
+    limit = stats["bytes_limit"]
+    taken = stats.get("pool_bytes", limit)
+    if taken >= limit:
+        return limit  # one region: what nobody holds is free
+    return max(limit - taken, stats.get("largest_free_block_bytes", 0))
 
 
 def _distinct(params: dict) -> list[jax.Array]:
