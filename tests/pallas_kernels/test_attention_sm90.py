@@ -143,7 +143,7 @@ def test_decode_lowers_for_any_batch_and_rows():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokens:
-    """A new token of each sequence, and the cache before it: NaN wherever nothing is written."""
+    """New tokens of each sequence, and the cache before them: NaN wherever nothing is written."""
 
     qkv: jax.Array
     cos: jax.Array
@@ -177,7 +177,7 @@ class NewTokens:
             num_heads=self.qkv.shape[1] - 2 * kv_heads, eps=1e-5, interpret=is_interpreted,
         )  # fmt: skip
         pages = jax.freeze(pages_ref)
-        q = q.reshape(len(q), 1, -1, channels)
+        q = q.reshape(*self.positions.shape, -1, channels)
         out = sm90.decode(
             q, self.place._replace(pages=pages), self.sinks, config=sm90.DecodeConfig(**options),
             is_interpreted=is_interpreted,
@@ -192,25 +192,33 @@ class NewTokens:
         )  # fmt: skip
 
 
-def new_tokens(contexts, *, kv_heads, group, channels, with_norm, seed=0) -> NewTokens:
-    """Sequences of these lengths, the new token included; 0 is padding. Pages in random order."""
+def new_tokens(contexts, *, kv_heads, group, channels, with_norm, seed=0, counts=None) -> NewTokens:
+    """Sequences of these lengths, the new tokens included; 0 is padding. Pages in random order.
+
+    `counts` says how many tokens of each are new, 1 without it.
+    """
     rng, batch = np.random.default_rng(seed), len(contexts)
+    counts = np.minimum(contexts, 1 if counts is None else counts)
+    query_len = max(1, *counts)
+    steps = np.arange(query_len)
+    first = (np.array(contexts) - counts)[:, None]
+    positions = np.where(steps < counts[:, None], first + steps, -1)
     num_pages = max(1, *(-(-c // 128) for c in contexts))
     pages = np.array(normal((2, batch * num_pages + 1, 2, kv_heads, 128, channels), seed + 1))
     table = rng.permutation(batch * num_pages + 1)[:-1].reshape(batch, num_pages)
-    for context, sequence in zip(contexts, table, strict=True):
+    for num_old, sequence in zip(first[:, 0], table, strict=True):
         for block, page in enumerate(sequence):
-            pages[1, page, :, :, max(context - 1 - 128 * block, 0) :] = np.nan
-    angles = rng.standard_normal((batch, channels // 2))
+            pages[1, page, :, :, max(num_old - 128 * block, 0) :] = np.nan
+    angles = rng.standard_normal((batch * query_len, channels // 2))
     gains = tuple(1 + normal((channels,), seed + 2 + i, 0.1) for i in range(2))
     return NewTokens(
-        qkv=normal((batch, kv_heads * (group + 2), channels), seed + 4, 2.0),
+        qkv=normal((batch * query_len, kv_heads * (group + 2), channels), seed + 4, 2.0),
         cos=jnp.asarray(np.cos(angles), jnp.float32),
         sin=jnp.asarray(np.sin(angles), jnp.float32),
         gains=gains if with_norm else None,
         pages=jnp.asarray(pages),
         table=jnp.asarray(table, jnp.int32),
-        positions=jnp.asarray(contexts, jnp.int32)[:, None] - 1,
+        positions=jnp.asarray(positions, jnp.int32),
     )
 
 
@@ -250,6 +258,27 @@ def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
     case = new_tokens([600, 0, 128], kv_heads=2, group=4, channels=128, with_norm=True)
     actual, expected = case.at_once(is_interpreted=True, **options), case.apart(is_interpreted=True)
     assert_same(actual, expected, "rotated inside attention is rotated before it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("contexts", "counts", "kv_heads", "group", "channels", "cluster"),
+    [
+        ([600, 0, 130], [3, 3, 3], 2, 4, 128, 1),  # the last one's window is on two pages
+        ([514, 2, 257], [4, 2, 1], 1, 4, 128, 2),  # on two splits, all there is, one token
+        ([516, 0, 130], [5, 1, 2], 1, 3, 64, 2),  # two rows a vector, of three of a token
+        ([1030], [8], 1, 1, 128, 4),
+    ],
+)
+def test_windows_inside_decode_have_the_bits_of_two_kernels(
+    contexts, counts, kv_heads, group, channels, cluster
+):
+    case = new_tokens(
+        contexts, counts=counts, kv_heads=kv_heads, group=group, channels=channels, with_norm=True
+    )
+    actual = case.at_once(is_interpreted=True, cluster=cluster, keys_at_once=32)
+    assert_same(actual, case.apart(is_interpreted=True), "a window in one launch and in three")
+    assert np.asarray(actual[0])[np.asarray(case.positions) >= 0].astype(np.float32).all()
 
 
 @pytest.mark.slow
@@ -756,6 +785,30 @@ def test_new_tokens_with_sinks_are_bitwise_path_consistent(num_seqs):
         assert_same(case.apart(**options), expected, f"two kernels, {options}")
     bare = dataclasses.replace(case, sinks=None).apart()
     assert count_different_bits(bare[0], expected[0]) > 0  # control
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize(
+    ("group", "channels"), [(1, 128), (2, 64), (3, 64), (4, 128), (7, 64), (8, 64), (8, 128)]
+)
+def test_windows_inside_decode_are_bitwise_schedule_invariant(group, channels, with_norm):
+    """Windows on one page and on two, on one split and on two, and padding among them."""
+    contexts = [1, 127, 128, 130, 0, 511, 513, 516, 1100, 1500]
+    case = new_tokens(
+        contexts, counts=[1, 3, 8, 5, 8, 4, 2, 8, 1, 5], kv_heads=3, group=group,
+        channels=channels, with_norm=with_norm,
+    )  # fmt: skip
+    expected = case.apart()
+    for cluster in (1, 2, 4, 8):
+        for _ in range(10):
+            assert_same(case.at_once(cluster=cluster), expected, f"windows, {cluster=}")
+    loaded = case.at_once(cluster=4, keys_at_once=32)
+    assert_same(loaded, expected, "windows, keys that are written")
+    other = case.with_other_queries()
+    assert count_different_bits(other.apart()[0], expected[0]) > 0
+    assert_same(other.at_once(cluster=2), other.apart(), "windows, two kinds of angles")
 
 
 @pytest.mark.gpu

@@ -96,8 +96,9 @@ def rope_attention(
         qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K.
         rotation: Angles of these tokens, and gains of the norms of queries and keys.
         place: Of these tokens in the cache, which is updated in place where the caller donates it.
-            No other sequence may read the page that a new token is put in. Of padding nothing is
-            written, and its output is 0.
+            No other sequence may read the page that a new token is put in. A sequence's tokens are
+            neighbours, with padding behind them. Of padding nothing is written, and its output is
+            0.
         window: How many tokens back a query sees, itself included; None sees all.
         eps: Of the norms.
         profile: Gives the split's length. A page is one block.

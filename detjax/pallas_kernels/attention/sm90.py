@@ -38,6 +38,7 @@ DECODE_CHANNELS = (64, 128, 256)
 BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
 MAX_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
 MAX_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
+MOST_NEW_TOKENS = 8  # of a sequence, that one launch rotates and attends from: a copy of code each
 PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a cluster merges
 
 # What a decode step does in one launch; each changes no bit.
@@ -154,17 +155,22 @@ def rope_attention(
     group = qkv.shape[1] // kv_heads - 2
     place = place._replace(layer=jnp.int32(place.layer))
     has_fused_kernel = FUSE_ROPE and qkv.dtype == jnp.bfloat16
-    if has_fused_kernel and query_len == 1 and is_decode(query_len, group, channels, window):
+    if (
+        has_fused_kernel
+        and query_len <= MOST_NEW_TOKENS
+        and is_decode(query_len, group, channels, window)
+    ):
         config = decode_config(
             batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
             table_len=place.page_table.shape[1],
             per_split=profile.attention_split // profile.attention_block, is_new=True,
             has_sinks=sinks is not None, reads_float8=holds_float8(pages),
         )  # fmt: skip
-        return decode_new_token(
-            qkv, rotation, place, prefetch if config.prefetched else None, sinks,
-            eps=eps, config=config, is_interpreted=False,
-        )  # fmt: skip
+        if query_len == 1 or config.cluster:
+            return decode_new_token(
+                qkv, rotation, place, prefetch if config.prefetched else None, sinks,
+                eps=eps, config=config, is_interpreted=False,
+            )  # fmt: skip
     q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
     q = q.reshape(batch, query_len, kv_heads * group, channels)
     place = place._replace(pages=pages)
@@ -200,16 +206,18 @@ def decode_config(
     is_wide = channels > bits.SPAN_CHANNELS
     fits = fits and not is_wide
     cluster = 0
-    if query_len == 1 and fits and pairs <= NUM_SMS and not has_sinks:
-        # A CTA a split, as long as all CTAs are resident at once.
+    if query_len > 1:  # new tokens are merged in device memory
+        fits = is_new and group * channels >= LANES and splits <= MAX_IN_CLUSTER and not is_wide
+    if fits and pairs <= NUM_SMS and not has_sinks:
+        # A CTA a split, or a token to merge, as long as all CTAs are resident at once.
         cluster = 1
-        while cluster < splits and cluster < MAX_IN_CLUSTER:
+        while cluster < max(splits, query_len) and cluster < MAX_IN_CLUSTER:
             # WHY: 32 clusters of 4 are not: 18.6 us, and 11.2 in twos (8 x 1024 keys, 4 kv heads).
             if 2 * cluster * pairs > (MOST_CTAS if cluster > 1 else NUM_SMS):
                 break
             cluster *= 2
     # A CTA a block, as long as there is one for each at once.
-    spread = SPREAD_SPLITS and is_new and bool(cluster) and per_split == SPREAD
+    spread = SPREAD_SPLITS and is_new and query_len == 1 and bool(cluster) and per_split == SPREAD
     spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
     if spread := spread and SPREAD * pairs <= MOST_CTAS:
         cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
@@ -244,11 +252,7 @@ def decode(
     group = num_heads // kv_heads
     num_rows = query_len * group
     padded_rows = -(-num_rows // 8) * 8
-    row_positions = jnp.pad(
-        jnp.repeat(positions, group, axis=1),
-        ((0, 0), (0, bits.ROWS - num_rows)),
-        constant_values=-1,
-    )
+    row_positions = _row_positions(positions, group)
     if query_len == 1 and rows_lie_in_place(group, channels):
         # The heads as they lie: a copy starts at a multiple of 8 rows, so that it may hold rows of
         # other heads, whose results nothing reads.
@@ -278,31 +282,42 @@ def decode(
     return _attend(job, operands).reshape(q.shape)
 
 
+def _row_positions(positions, group: int) -> jax.Array:
+    """Positions of the rows of a tile, [B, ROWS]: those of a token's heads, then the next's."""
+    num_rows = positions.shape[1] * group
+    rows = jnp.repeat(positions, group, axis=1)
+    return jnp.pad(rows, ((0, 0), (0, bits.ROWS - num_rows)), constant_values=-1)
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "config", "is_interpreted"))
 def decode_new_token(
     qkv, rotation: Rotation, place: CachePlace, prefetch=None, sinks=None,
     *, eps: float, config: DecodeConfig, is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Normalise and rotate inside the attention kernel; see `api.rope_attention`, with T = 1.
+    """Normalise and rotate inside the attention kernel; see `api.rope_attention`.
 
-    The CTA of a sequence's last split puts the key and the value in the cache. Where the
-    configuration says so, CTAs ask the weights `prefetch` into the L2 cache.
+    The CTA that has the page of a new token puts its key and value there. Several tokens of a
+    sequence are for clusters alone. Where the configuration says so, CTAs ask the weights
+    `prefetch` into the L2 cache.
     """
     pages, page_table, positions, layer = place
     kv_heads, _, channels = pages.shape[3:]
-    batch, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
+    batch, query_len = positions.shape
+    num_heads = qkv.shape[1] - 2 * kv_heads
     group = num_heads // kv_heads
-    padded_rows = -(-group // 8) * 8
+    padded_rows = -(-query_len * group // 8) * 8
     row_positions = positions
-    if not config.cluster:
+    if query_len > 1:
+        row_positions = _row_positions(positions, group)
+    elif not config.cluster:
         row_positions = jnp.broadcast_to(positions, (batch, bits.ROWS))
     pages_ref = jax.new_ref(bits.page_rows(pages))
     job = Job(
-        batch=batch, query_len=1, kv_heads=kv_heads, group=group, channels=channels,
+        batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
         num_pages=pages.shape[1], padded_rows=padded_rows, rows_apart=padded_rows,
         dtype=qkv.dtype, config=config, is_interpreted=is_interpreted,
         new_token=NewToken(
-            kv_heads=kv_heads, group=group, channels=channels, eps=eps,
+            kv_heads=kv_heads, group=group, channels=channels, query_len=query_len, eps=eps,
             is_float8=config.reads_float8, is_interpreted=is_interpreted,
         ),
     )  # fmt: skip
@@ -311,7 +326,7 @@ def decode_new_token(
         row_positions=row_positions, page_table=page_table, positions=positions, layer=layer,
         prefetch=prefetch, sinks=sinks,
     )  # fmt: skip
-    out = _attend(job, operands).reshape(batch, 1, num_heads, channels)
+    out = _attend(job, operands).reshape(batch, query_len, num_heads, channels)
     return out, jax.freeze(pages_ref).reshape(pages.shape)
 
 
@@ -320,8 +335,15 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
     config, query_len = job.config, job.query_len
     if operands.sinks is not None and (config.cluster or config.whole_sequences):
         raise ValueError(f"{config=} has no sinks: they need neither a cluster nor whole sequences")
-    if (config.cluster or config.scores_ahead) and (query_len != 1 or config.whole_sequences):
-        raise ValueError(f"{config=} needs {query_len=} to be 1, and no whole sequences")
+    is_window = query_len > 1
+    if is_window and (config.spread or config.scores_ahead):
+        raise ValueError(f"{config=} needs {query_len=} to be 1")
+    if is_window and bool(config.cluster) is (job.new_token is None):
+        raise ValueError(f"{query_len=} new tokens need a cluster, and others none: {config=}")
+    if (config.cluster or config.scores_ahead) and config.whole_sequences:
+        raise ValueError(
+            f"{config=} has whole sequences, which need no cluster and no scores ahead"
+        )
     if job.is_wide and (
         config.cluster or config.scores_ahead or config.whole_sequences or config.num_compute > 1
     ):

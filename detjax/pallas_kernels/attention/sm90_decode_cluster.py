@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode by clusters: the CTAs of one share the splits of a sequence and a key/value head.
 
-Each sends its partial results to the first one's shared memory, which merges them: one launch, for
-one query a sequence.
+One launch. Of one query a sequence, each sends its partial results to the first one's shared
+memory, which merges them. A window of new tokens has too many: they go through device memory, and
+each CTA merges some of the tokens.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,8 @@ from detjax.pallas_kernels.sm90_hardware import LANES
 def attend_clusters(job: Job, operands: Operands) -> jax.Array:
     """The output of all sequences, [B H C]."""
     cluster, per_split = job.config.cluster, job.config.blocks_per_split
+    is_window = job.query_len > 1
+    in_memory = job.is_interpreted or is_window
     table, pairs = operands.page_table, job.batch * job.kv_heads
     most_splits = -(-table.shape[1] // per_split)
 
@@ -46,8 +51,9 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
         # WHY: the first page's number does not wait for the position, nor the layer for either.
         first_block = jnp.minimum(rank * per_split, table.shape[1] - 1)
-        last, first_page = now(memory.positions, seq, 0), now(memory.table, seq, first_block)
-        layer = now(memory.layer, 0)
+        tokens = [now(memory.positions, seq, t * job.group) for t in range(job.query_len)]
+        first_page, layer = now(memory.table, seq, first_block), now(memory.layer, 0)
+        last = functools.reduce(jnp.maximum, tokens)
         all_blocks = lax.div(last + bits.BLOCK, jnp.int32(bits.BLOCK))
         num_splits = lax.div(all_blocks + (per_split - 1), jnp.int32(per_split))
 
@@ -55,12 +61,14 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
             split = turn * cluster + rank
             first_block = split * per_split
             blocks = jnp.minimum(all_blocks - first_block, per_split)
-            full = lax.div(last, jnp.int32(bits.BLOCK)) - first_block
+            full = lax.div(tokens[0], jnp.int32(bits.BLOCK)) - first_block
+            full = jnp.minimum(full, blocks)
             return Run(
                 seq=seq, kv_head=kv_head, first_block=first_block, blocks=blocks,
-                partial=cta * most_splits + split if job.is_interpreted else split,
-                full=jnp.minimum(full, blocks), last=last,
+                partial=cta * most_splits + split if in_memory else split,
+                full=jnp.maximum(full, 0) if is_window else full, last=last,
                 page=lambda j: memory.table[seq, first_block + j],
+                first_new=tokens[0] if is_window else None,
             )  # fmt: skip
 
         work = DecodeWork(
@@ -77,15 +85,19 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
             state = turn.split()
             turn.free_queries()
             _send_to_leader(
-                *state, *parts, turn.run.partial, job.padded_rows, job.math, cluster == 1
-            )
+                *state, *parts, turn.run.partial, job.padded_rows, job.math,
+                is_alone=in_memory or cluster == 1,
+            )  # fmt: skip
             return base + turn.run.blocks
 
         def compute():
             if job.new_token is not None:
-                job.new_token.prepare(
-                    memory.queries, *here, memory.slots.q.at[0], memory.slots.kept.at[0]
-                )
+                prepare = functools.partial(
+                    job.new_token.prepare, memory.queries, *here, memory.slots.q.at[0],
+                    memory.slots.kept.at[0],
+                )  # fmt: skip
+                # A window's CTA may be there to merge alone.
+                pl.when(work.num_turns > 0)(prepare) if is_window else prepare()
             lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
 
         def load():
@@ -107,45 +119,74 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
                 plgpu.barrier_wait(memory.barriers.own)
             if cluster == 1:
                 plgpu.commit_smem()
+            first = cta * most_splits if in_memory else 0
 
-            @pl.when(rank == 0)
-            def _merge():
-                first = cta * most_splits if job.is_interpreted else 0
-                merge_splits(job, *parts, memory.results[-1], here, last, first, num_splits)
+            def merge(token, position):
+                out = memory.results[-1]
+                merge_splits(job, *parts, out, here, position, first, num_splits, token)
+
+            if not is_window:
+                pl.when(rank == 0)(lambda: merge(0, last))
+                return
+
+            def one_token(turn, _):
+                token = turn * cluster + rank
+                merge(token, memory.positions[seq, token * job.group])
+                return 0
+
+            mine = lax.div(job.query_len - rank + (cluster - 1), jnp.int32(cluster))
+            lax.fori_loop(0, mine, one_token, 0)
 
     f32 = jnp.float32
     shapes = (
         (most_splits, job.padded_rows * job.channels),
         (most_splits, 2, job.padded_rows),
     )
-    results = [jax.ShapeDtypeStruct((pairs * job.group * job.channels,), job.dtype)]
+    num_out = pairs * job.query_len * job.group * job.channels
+    results = [jax.ShapeDtypeStruct((num_out,), job.dtype)]
     kept, barrier = [plgpu.SMEM(shape, f32) for shape in shapes], None
-    if job.is_interpreted:
-        # Interpretation knows no other CTA's shared memory: through device memory instead.
+    if in_memory:
+        # Interpretation knows no other CTA's shared memory either.
         kept = [None, None]
         of_all = [jax.ShapeDtypeStruct((pairs * n, *shape), f32) for n, *shape in shapes]
         results = [*of_all, *results]
-        if cluster > 1:
-            barrier = plgpu.ClusterBarrier(collective_axes=("rank",))
+    if job.is_interpreted and cluster > 1:
+        barrier = plgpu.ClusterBarrier(collective_axes=("rank",))
     schedule = DecodeSchedule(
-        name="cluster", num_ctas=pairs, table=table, num_entries=jnp.zeros((1,), jnp.int32),
+        name="window" if is_window else "cluster", num_ctas=pairs, table=table,
+        num_entries=jnp.zeros((1,), jnp.int32),
         results=results, kept_results=kept, cluster=cluster, barrier=barrier,
     )  # fmt: skip
     return launch(job, operands, schedule, body)[-1]
 
 
 def _parts(job: Job, memory: Memory) -> list:
-    """Where splits leave their output, and their maximum and sum, for the first CTA."""
-    return memory.results[:2] if job.is_interpreted else memory.slots.kept_results
+    """Where splits leave their output, and their maximum and sum, for those who merge."""
+    in_memory = job.is_interpreted or job.query_len > 1
+    return memory.results[:2] if in_memory else memory.slots.kept_results
 
 
-def merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num_splits) -> None:
-    """Fold the splits left to right and write the output of a sequence and a kv head."""
+def merge_splits(
+    job: Job, part_ref, scales_ref, out_ref, here, position, first, num_splits, token=0
+) -> None:
+    """Fold the splits left to right and write the output of a token and a kv head.
+
+    Args:
+        job: What the launch attends to.
+        part_ref: Unnormalised outputs of splits; the rows of a token follow those before it.
+        scales_ref: Their maxima and sums.
+        out_ref: Of all sequences.
+        here: The sequence and the kv head.
+        position: Of the token; -1 for padding.
+        first: Where the first split lies.
+        num_splits: How many there are.
+        token: Which of the sequence's tokens.
+    """
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
     seq, kv_head = here
     pair = seq * job.kv_heads + kv_head
     rows = [min(r, job.group - lanes.rows) for r in range(0, job.group, lanes.rows)]
-    shift = lax.rem(pair * job.rows_apart, jnp.int32(8))
+    shift = lax.rem(pair * job.rows_apart, jnp.int32(8)) + token * job.group
 
     def one_split(split, states):
         return tuple(
@@ -161,17 +202,18 @@ def merge_splits(job: Job, part_ref, scales_ref, out_ref, here, last, first, num
         )
 
     states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(rows))
+    first_row = (seq * job.query_len + token) * job.kv_heads * job.group + kv_head * job.group
     for row, state in zip(rows, states, strict=True):
-        is_row = lanes.spread(lambda r: last, 0) >= 0
-        out_ref[pl.ds((pair * job.group + row) * job.channels, LANES)] = lanes.finish(
+        is_row = lanes.spread(lambda r: position, 0) >= 0
+        out_ref[pl.ds((first_row + row) * job.channels, LANES)] = lanes.finish(
             state, is_row, job.dtype
         )
 
 
 def _send_to_leader(
-    out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, is_alone
+    out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, *, is_alone
 ) -> None:
-    """Write a split's partial result where the first CTA of the cluster merges it.
+    """Write a split's partial result where it is merged: with the cluster's first CTA, or here.
 
     # WHY: plain stores to the leader's shared memory, a fresh place for each split, and plain loads
     there after `_meet_cluster`, which orders them: one proxy, one scope, no flag and no counter.

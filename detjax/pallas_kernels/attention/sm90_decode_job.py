@@ -42,8 +42,9 @@ class DecodeConfig:
         num_compute: Warpgroups of a CTA that compute, each its own runs: one begins and ends a run,
             or computes, while the pages of the other stream in. Not with `cluster`; with
             `whole_sequences` of new tokens alone.
-        cluster: CTAs that share the splits of a sequence and a kv head and merge them in shared
-            memory. Of one query a sequence alone. 0 leaves the merge to a second kernel.
+        cluster: CTAs that share the splits of a sequence and a kv head and merge them: of one query
+            a sequence in shared memory, of several new tokens in device memory. Of several tokens
+            that are not new, never. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
             one query a sequence alone, and not with `whole_sequences`.
         spread: A cluster's CTAs share each split, one a block; `cluster` counts them all. Of new
@@ -152,6 +153,7 @@ class Run:
         full: How many of them no row need be masked in.
         last: Position of the sequence's last token; -1 for padding.
         page: Which page of the cache holds its j-th block.
+        first_new: Position of the first new token where a sequence has several.
     """
 
     seq: Any
@@ -162,6 +164,7 @@ class Run:
     full: Any
     last: Any
     page: Callable
+    first_new: Any = None
 
 
 class RunSlots(NamedTuple):
@@ -171,7 +174,7 @@ class RunSlots(NamedTuple):
     ring: Any  # [slots, BLOCK, C], for the pages of each computing warpgroup in turn
     kept_results: list  # what the schedule keeps there
     weights: Any  # [num_compute, ROWS, BLOCK], if interpreted
-    kept: Any  # [num_compute, 2, C], of new tokens
+    kept: Any  # [num_compute, 2 T, C], of new tokens
     codes: Any  # [coded, BLOCK, C] uint8, of pages of float8
 
 
@@ -324,7 +327,7 @@ class _Arrays(NamedTuple):
 
     queries: tuple  # rows [., C], or the operands of `NewToken`
     pages: Any  # [L N 2 K, P, C]
-    positions: Any  # [B, ROWS] int32, or [B, 1] in clusters
+    positions: Any  # [B, ROWS] int32, or [B, 1] in clusters of one query
     table: Any  # int32
     num_entries: Any  # [1] int32
     layer: Any  # [1] int32

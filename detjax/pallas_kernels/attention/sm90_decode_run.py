@@ -46,7 +46,7 @@ class Turn:
         row_pos: Position of each row's query.
         q: The queries, an operand of wgmma.
         q_slot: Which slot that is; None for a new token.
-        new_page: Page of the new token, if any.
+        new_page: Page of the one new token; None of several, or if there is none.
         new_offset: Its place there.
     """
 
@@ -86,23 +86,43 @@ class Turn:
             math.full((bits.ROWS,), 0.0),
         )
 
-    def _put_new(self, j, half, page_smem) -> None:
-        """Put the new token's key or value in its page, once that has been loaded."""
-        work = self.work
-        if work.job.new_token is not None:
+    def _page_of_new(self, j):
+        """The page of a block that may have new tokens, read before the wait for its content."""
+        return self.new_page if self.run.first_new is None else self.run.page(j)
+
+    def _put_new(self, j, half, page, page_smem) -> None:
+        """Put the keys or values of new tokens in their page, once that has been loaded."""
+        work, new_token = self.work, self.work.job.new_token
+        if new_token is None:
+            return
+        page_gmem = work.memory.pages.at[work.page_row(self.run, page, half)]
+        if self.run.first_new is None:
 
             @pl.when(j == self.run.full)
             def _put():
-                page_gmem = work.memory.pages.at[work.page_row(self.run, self.new_page, half)]
-                work.job.new_token.put(self._kept, half, page_smem, page_gmem, self.new_offset)
+                new_token.put(self._kept, half, page_smem, page_gmem, self.new_offset)
+                plgpu.commit_smem()
+
+            return
+        first_key = (self.run.first_block + j) * bits.BLOCK
+        here = jnp.maximum(self.run.first_new, first_key)
+
+        def one_token(position, _):
+            token = position - self.run.first_new
+            new_token.put(self._kept, half, page_smem, page_gmem, position - first_key, token)
+            return 0
+
+        lax.fori_loop(here, jnp.minimum(self.run.last + 1, first_key + bits.BLOCK), one_token, 0)
+        plgpu.commit_smem()
 
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
         """The scores of a block, and what `meanwhile` gives."""
         memory = self.work.memory
         slot = self.work.slot(self.index, 0, self.base + j)
+        page = self._page_of_new(j) if may_be_new else None
         plgpu.barrier_wait(memory.barriers.filled.at[slot])
         if may_be_new:
-            self._put_new(j, 0, memory.slots.ring.at[slot])
+            self._put_new(j, 0, page, memory.slots.ring.at[slot])
         scores, result = bits.scores_during(
             self.work.job.math, self.q, memory.slots.ring.at[slot], meanwhile
         )
@@ -129,6 +149,7 @@ class Turn:
         """The output with a block's values."""
         job, memory, run = self.work.job, self.work.memory, self.run
         slot = self.work.slot(self.index, 1, self.base + j)
+        page = self._page_of_new(j) if is_masked else None
         plgpu.barrier_wait(memory.barriers.filled.at[slot])
         v = memory.slots.ring.at[slot]
         if is_masked:
@@ -138,7 +159,7 @@ class Turn:
             def _clear():
                 bits.clear_unwritten(v, first_key, run.last, job.math)
 
-            self._put_new(j, 1, v)
+            self._put_new(j, 1, page, v)
         out, _ = bits.chained_product(job.math, out, decay, operand, v)
         plgpu.barrier_arrive(memory.barriers.free.at[slot])
         return out
@@ -198,9 +219,10 @@ def start_turn(work: DecodeWork, turn, base) -> Turn:
         plgpu.barrier_wait(memory.barriers.q_filled.at[q_slot])
     else:
         q = memory.slots.q.at[work.owner(turn)]
-        offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
-        # Read now, used when the page has been loaded.
-        page = run.page(jnp.minimum(run.full, run.blocks - 1))
+        if job.query_len == 1:
+            offset = lax.rem(run.last, jnp.int32(bits.BLOCK))
+            # Read now, used when the page has been loaded.
+            page = run.page(jnp.minimum(run.full, run.blocks - 1))
     return Turn(
         work=work, index=turn, run=run, base=base, row_pos=row_pos, q=q, q_slot=q_slot,
         new_page=page, new_offset=offset,

@@ -323,6 +323,7 @@ class _Cta:
         def _put_key():
             page = self.arrays.pages.at[self.page_row(self.turns.new_page, 0)]
             self.new_token.put(shared.kept, 0, shared.k.at[slot], page, offset)
+            plgpu.commit_smem()
 
         scores = self.scores(slot, block)
         scale = score_scale(self.job.channels)

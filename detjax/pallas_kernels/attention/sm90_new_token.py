@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The new token of each sequence inside decode: rotated by the CTA that uses it, and kept.
+"""The new tokens of each sequence inside decode: rotated by the CTA that uses them, and kept.
 
 The functions of `rope.sm90.qk_norm_rope_write`, hence its bits, without its launch.
 """
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,11 +22,12 @@ from detjax.pallas_kernels.float8_cache import narrowed, widened
 from detjax.pallas_kernels.rope import sm90 as rope
 from detjax.pallas_kernels.sm90_float8 import float8_values, rounded_pair
 from detjax.pallas_kernels.sm90_hardware import SPAN
+from detjax.pallas_kernels.sm90_prefetch import LINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewToken:
-    """What a CTA does with the new token of a sequence, for one key/value head.
+    """What a CTA does with the new tokens of a sequence, for one key/value head.
 
     Heads of a token lie as queries, keys, values: [H + 2 K, C].
 
@@ -32,6 +35,7 @@ class NewToken:
         kv_heads: K.
         group: Query heads of a key/value head.
         channels: C: 64, 128 or 256.
+        query_len: T, new tokens of a sequence.
         eps: Of the norms.
         is_float8: Whether the cache holds float8: key and value are rounded to it when they are
             kept.
@@ -41,6 +45,7 @@ class NewToken:
     kv_heads: int
     group: int
     channels: int
+    query_len: int = 1
     eps: float
     is_float8: bool
     is_interpreted: bool
@@ -61,33 +66,68 @@ class NewToken:
 
     @property
     def kept_shape(self) -> tuple[int, int]:
-        """Shape of the shared memory that keeps key and value."""
-        return 2, self.channels
+        """Shape of the shared memory that keeps the key and the value of each token."""
+        return 2 * self.query_len, self.channels
 
-    def kept(self, kept_smem, half: int):
-        """The kept key (half 0) or value (half 1): [C]."""
-        return kept_smem.at[half]
+    def kept(self, kept_smem, half: int, token=0):
+        """The kept key (half 0) or value (half 1) of a token: [C]."""
+        return kept_smem.at[2 * token + half]
 
     def prepare(self, new, seq, kv_head, q_smem, kept_smem) -> None:
-        """Rotate queries into `q_smem`, for wgmma; keep the key and the value in `kept_smem`.
+        """Rotate queries into `q_smem`, for wgmma; keep keys and values in `kept_smem`.
 
         All loads come first, so that the CTA waits for device memory once.
 
         Args:
-            new: qkv [B, H + 2 K, C], cos and sin [B, C / 2] or [B, C] as `rope.Rotation` has them,
-                and no gains or two [C], in memory.
-            seq: Which token.
+            new: qkv [B T, H + 2 K, C], cos and sin [B T, C / 2] or [B T, C] as `rope.Rotation` has
+                them, and no gains or two [C], in memory.
+            seq: Which sequence.
             kv_head: Which key/value head.
-            q_smem: Gets the queries in rows 0 to G - 1.
+            q_smem: Gets the queries of each token, one token's G rows after another's.
             kept_smem: Gets what `kept` reads.
         """
+        if self.query_len == 1:
+            self._prepare_one(new, seq, kv_head, 0, q_smem, kept_smem)
+        else:
+            first = seq * self.query_len
+            self._ask_ahead(new, first, kv_head)
+
+            # WHY: a loop, as each further copy of its code takes seconds to compile.
+            def one_token(token, _):
+                self._prepare_one(new, first + token, kv_head, token, q_smem, kept_smem)
+                return 0
+
+            lax.fori_loop(0, self.query_len, one_token, 0)
+        plgpu.commit_smem()
+
+    def _ask_ahead(self, new, first_token, kv_head) -> None:
+        """Ask what `prepare` will load of all tokens into the L1 cache, a line a thread."""
+        if self.is_interpreted:
+            return
+        qkv, cos, sin, *_ = new
+        first_query, num_heads = kv_head * self.group, self.kv_heads * self.group
+        heads = (
+            (first_query, self.group),
+            (num_heads + kv_head, 1),
+            (num_heads + self.kv_heads + kv_head, 1),
+        )
+        parts = [(qkv.at[first_token, head], qkv, count / qkv.shape[1]) for head, count in heads]
+        parts += [(angles.at[first_token], angles, 1) for angles in (cos, sin)]
+        for start, whole, share in parts:
+            bytes_apart = whole[0].size * jnp.dtype(whole.dtype).itemsize
+            lines = pl.cdiv(int(bytes_apart * share), LINE)
+            for first in range(0, self.query_len * lines, rows.LANES):
+                _ask_lines(start, first, lines, self.query_len * lines, bytes_apart)
+
+    def _prepare_one(self, new, index, kv_head, token, q_smem, kept_smem) -> None:
+        """`prepare` of one token, the `index`-th of all."""
         qkv, cos, sin, *gains = new
         q_gain, k_gain = gains or (None, None)
         tile = self.tile
 
         def load(first, gain, are_queries=False):
             return rope.load_heads(
-                qkv, pl.ds(first, tile.rows), seq, cos, sin, gain, tile, are_queries=are_queries
+                qkv, pl.ds(first, tile.rows), index, cos, sin, gain, tile, are_queries=are_queries
             )
 
         # The last tile starts early instead of ending late: rows written twice, alike. A group of
@@ -101,11 +141,10 @@ class NewToken:
         halves = rope.halves_of(self.channels)
         for start, heads in zip(starts, queries, strict=True):
             for c, part in zip(halves, heads.rotated(eps=self.eps), strict=True):
-                self._store_queries(part, q_smem, start, c)
+                self._store_queries(part, q_smem, token * self.group + start, c)
         for half, parts in enumerate(kept):
             for c, part in zip(halves, parts, strict=True):
-                self._keep(part, kept_smem, half, c)
-        plgpu.commit_smem()
+                self._keep(part, kept_smem, 2 * token + half, c)
 
     def _store_queries(self, part, smem, first, columns) -> None:
         """Write a tile of heads to rows from `first` of an operand of wgmma."""
@@ -113,40 +152,45 @@ class NewToken:
             smem[pl.ds(first, self.tile.rows), columns] = part
             return
 
-        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType(bits.swizzled(SPAN))))
-        def emit(ctx, x, ref):
+        @plgpu.inline_mgpu(
+            arg_types=(self.tile.whole.layout, plgpu.RefType(bits.swizzled(SPAN)), ptx.SCALAR)
+        )
+        def emit(ctx, x, ref, first):
+            first = _as_index(first)
             for row, col, register in _elements(x):
-                row = arith.addi(row, _index(first))
+                row = arith.addi(row, first)
                 col = arith.addi(col, _index(columns.start))
                 llvm.store(register, _swizzled_pointer(ref, row, col))
 
-        emit(part, smem)
+        emit(part, smem, jnp.int32(first))
 
-    def _keep(self, part, smem, half: int, columns) -> None:
-        """Write the last head of a tile where `kept` reads it.
+    def _keep(self, part, smem, row, columns) -> None:
+        """Write the last head of a tile to a row that `kept` reads.
 
         # WHY: not the whole tile, as pages and queries take all but 3 KiB of shared memory.
         """
         last = self.tile.rows - 1
         if self.is_interpreted:
             kept = part[last]
-            smem[half, columns] = widened(narrowed(kept), kept.dtype) if self.is_float8 else kept
+            smem[row, columns] = widened(narrowed(kept), kept.dtype) if self.is_float8 else kept
             return
 
         @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType()))
         def emit(ctx, x, ref):
-            for row, col, register in _elements(x):
-                is_last = ptx.equals(row, _index(last))
+            for head, col, register in _elements(x):
+                is_last = ptx.equals(head, _index(last))
                 with mgpu.when(is_last):
                     col = arith.addi(col, _index(columns.start))
                     if self.is_float8:
                         register = _rounded(register)
-                    llvm.store(register, _at(ref, arith.addi(_index(half * self.channels), col)))
+                    llvm.store(register, _at(ref, col))
 
-        emit(part, smem)
+        emit(part, smem.at[row])
 
-    def put(self, kept_smem, half: int, page_smem, page_gmem, offset) -> None:
+    def put(self, kept_smem, half: int, page_smem, page_gmem, offset, token=0) -> None:
         """Write the kept key or value to row `offset` of its page, here and in the cache.
+
+        `plgpu.commit_smem` is left to the caller, who may put several.
 
         Args:
             kept_smem: What `prepare` kept.
@@ -154,11 +198,12 @@ class NewToken:
             page_smem: The page, loaded already: an operand of wgmma.
             page_gmem: The page in the cache, for later launches.
             offset: Which row.
+            token: Which of the sequence's new tokens.
 
         # WHY: the page has been loaded before the row is written, so that the CTA neither waits
         for its own write nor races with it: TMA reads through another proxy.
         """
-        kept, row = self.kept(kept_smem, half), page_gmem.at[offset]
+        kept, row = self.kept(kept_smem, half, token), page_gmem.at[offset]
         if self.is_interpreted:
             page_smem[offset] = kept[...]
             self.put_row(kept, row)
@@ -173,7 +218,7 @@ class NewToken:
         def emit(ctx, source, page, row, offset):
             # A channel a thread; threads that are left over write the same again.
             thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
-            offset = arith.index_cast(ir.IndexType.get(), offset.registers.item())
+            offset = _as_index(offset)
             for first in range(0, self.channels, rows.LANES):
                 channel = thread if not first else arith.addi(thread, _index(first))
                 channel = arith.remui(channel, _index(self.channels))
@@ -182,7 +227,6 @@ class NewToken:
                 self._store(value, row, channel)
 
         emit(kept, page_smem, row, offset)
-        plgpu.commit_smem()
 
     def put_row(self, kept, row) -> None:
         """Put the kept key or value, or a share of its channels, in its row of the cache."""
@@ -225,6 +269,27 @@ def _rounded(register):
     kind = ir.VectorType.get((len(pairs),), ptx.int_type())
     words = vector.from_elements(kind, [float8_values(pair)[0] for pair in pairs])
     return vector.bitcast(register.type, words)
+
+
+def _ask_lines(start, first: int, lines: int, stop: int, bytes_apart: int) -> None:
+    """Ask a line a thread: the `first`-th and on, below `stop`, so many of each token."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def emit(ctx, start):
+        line = arith.addi(ptx.thread(), ptx.i32(first))
+        with mgpu.when(ptx.below(line, ptx.i32(stop))):
+            token, line = arith.divui(line, ptx.i32(lines)), arith.remui(line, ptx.i32(lines))
+            offset = arith.addi(
+                arith.muli(token, ptx.i32(bytes_apart)), arith.muli(line, ptx.i32(LINE))
+            )
+            where = arith.addi(ptx.address(start, bits=64), arith.extui(ptx.int_type(64), offset))
+            ptx.asm("prefetch.global.L1 [$0];", [where], touches_memory=False)
+
+    emit(start)
+
+
+def _as_index(scalar):
+    return arith.index_cast(ir.IndexType.get(), scalar.registers.item())
 
 
 def _index(value: int):
