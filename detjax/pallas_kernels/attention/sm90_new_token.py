@@ -4,6 +4,7 @@
 The functions of `rope.sm90.qk_norm_rope_write`, hence its bits, without its launch.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -147,9 +148,14 @@ class NewToken:
                 self._keep(part, kept_smem, 2 * token + half, c)
 
     def _store_queries(self, part, smem, first, columns) -> None:
-        """Write a tile of heads to rows from `first` of an operand of wgmma."""
+        """Write a tile of heads to rows from `first` of an operand of wgmma.
+
+        # WHY: of a group of one, not the head after it, whose row is the next token's: another warp
+        writes that, and nothing orders the two.
+        """
+        count = min(self.tile.rows, self.group)
         if self.is_interpreted:
-            smem[pl.ds(first, self.tile.rows), columns] = part
+            smem[pl.ds(first, count), columns] = part[:count]
             return
 
         @plgpu.inline_mgpu(
@@ -158,9 +164,11 @@ class NewToken:
         def emit(ctx, x, ref, first):
             first = _as_index(first)
             for row, col, register in _elements(x):
+                is_head = ptx.below(row, _index(count)) if count < self.tile.rows else None
                 row = arith.addi(row, first)
                 col = arith.addi(col, _index(columns.start))
-                llvm.store(register, _swizzled_pointer(ref, row, col))
+                with contextlib.nullcontext() if is_head is None else mgpu.when(is_head):
+                    llvm.store(register, _swizzled_pointer(ref, row, col))
 
         emit(part, smem, jnp.int32(first))
 
