@@ -83,7 +83,7 @@ class Shape:
             "system_fingerprint": self.model.fingerprint,
         }
 
-    def choice(self, index: int, echo: str, deltas: Sequence[OutputDelta]) -> Json:
+    def choice(self, index: int, echo: str | None, deltas: Sequence[OutputDelta]) -> Json:
         """A whole choice, of all its deltas."""
         last, begin = deltas[-1], self.echo(echo, deltas[0])
         text = begin.text + "".join(delta.text for delta in deltas)
@@ -199,13 +199,14 @@ class Shape:
             )
         return {"detjax": proof}
 
-    def echo(self, text: str, first: OutputDelta) -> Echo:
+    def echo(self, text: str | None, first: OutputDelta) -> Echo:
         """What an answer begins with, as its first delta has it: the prompt, if it is echoed.
 
         With `logprobs` it is the text of the prompt's tokens, so that each has its offset in it.
+        Tokens without a text, as special ones, are among them.
         """
-        if not text or self.num_top is None or first.prompt_logprobs is None:
-            return Echo(text)
+        if text is None or self.num_top is None or first.prompt_logprobs is None:
+            return Echo(text or "")
         return echo_tokens(self.model.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
 
     def of_prompt(self, delta: OutputDelta, *, is_first: bool = True) -> Json:

@@ -298,7 +298,7 @@ class _Chunks(AbstractEventWriter):
         shape = self._prepared.shape
         echo = shape.echo(self._prepared.engine_prompts[first.prompt_idx].echo, first)
         self._offsets[index] = len(echo.text)
-        if not echo.text:
+        if not any(echo):
             return []
         logprobs = shape.logprobs([], 0, echo) if echo.tokens else None
         choice = {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}
