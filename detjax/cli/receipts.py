@@ -529,9 +529,10 @@ def _compare_identity(
         lines = "; ".join(
             f"{path} is {said} in the receipts and {now} here" for path, said, now in refused
         )
+        accepted = " ".join(f"--accept {path}" for path, _, _ in refused)
         raise ValueError(
-            f"these receipts are of another model or build: {lines}. Use what they name, or "
-            f"compare all the same with --accept {refused[0][0]}"
+            f"these receipts are of another model or build: {lines}. Use what they name (--model "
+            f"chooses the model), or compare all the same with {accepted}"
         )
     return unlike, excused
 
@@ -560,7 +561,13 @@ def _unproven(
 
 def _cast_option(weight_cast: str) -> str:
     """The option that asks for a cast such as "float16 to bfloat16"."""
-    return weight_cast.rpartition(" to ")[2]
+    cast = weight_cast.rpartition(" to ")[2]
+    if cast not in options.CAST_WEIGHTS.choices:
+        raise ValueError(
+            f"model.weight_cast of the receipts is {one_line(weight_cast)!r:.200}, which ends with "
+            f"none of {', '.join(options.CAST_WEIGHTS.choices)}"
+        )
+    return cast
 
 
 def _max_len(receipts: Sequence["Receipt"], context: int) -> int:
