@@ -46,10 +46,25 @@ def check_can_sign(key: str | None) -> None:
     """
     try:
         canonical_json({})
-        if key is not None:
-            SigningKey(Path(key))
     except ImportError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"--receipts: {error}") from error
+    if key is not None:
+        check_signing_key(key)
+
+
+def check_signing_key(key: str) -> None:
+    """See that the file of --sign is a key.
+
+    Raises:
+        ValueError: If it is none, or the extra is missing.
+        OSError: If it cannot be read.
+    """
+    try:
+        SigningKey(Path(key))
+    except OSError as error:
+        raise OSError(f"--sign {key} cannot be read: {error.strerror}") from error
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"--sign: {error}") from error
 
 
 def write_receipts(

@@ -32,7 +32,7 @@ CASES = {
     "generate-key": (
         "generate",
         "--prompt a --receipts {tmp}/r --sign {tmp}/key",
-        "--receipts: {tmp}/key: No such file or directory",
+        "--sign {tmp}/key cannot be read: No such file",
     ),
     "generate-weights": (
         "generate", "--prompt a --model {tmp}/weightless", "has neither model.safetensors nor",
