@@ -38,10 +38,10 @@ from detjax.cli.options import (
     of_field,
     read_lora_modules,
 )
+from detjax.cli.receipts import check_signing_key
 from detjax.engine.config import EngineConfig
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
-from detjax.proof.signing import SigningKey
 from detjax.server.options import (
     ACCESS_LOG,
     LOG_LEVELS,
@@ -339,12 +339,7 @@ def check_model_files(args: argparse.Namespace) -> None:
         ValueError, OSError: Naming what it was.
     """
     if args.sign is not None:
-        try:
-            SigningKey(Path(args.sign))
-        except OSError as error:
-            raise OSError(f"--sign {args.sign} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"--sign: {error}") from error
+        check_signing_key(args.sign)
     if args.chat_template is not None:
         try:
             read_template_file(Path(args.chat_template))

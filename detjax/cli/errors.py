@@ -157,7 +157,14 @@ def check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{where} is not valid UTF-8 at character {error.start + 1}") from error
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:  # how Python keeps a byte of a command line
+            why = f"is not valid UTF-8 at character {error.start + 1} (0x{code - 0xDC00:02x})"
+            raise InputError(f"{where} {why}; convert it to UTF-8") from error
+        raise InputError(
+            f"{where} has \\u{code:04x}, one half of a surrogate pair, which is no character; "
+            "write both halves, or leave it out"
+        ) from error
 
 
 def _say(text: str) -> None:

@@ -173,7 +173,7 @@ def _check_files(args: GenerateArgs) -> None:
             "--receipts names the hash of the weights, and in a job of several processes none has "
             "them all; leave it out, or run one process"
         )
-    with bad_input("--receipts: "):
+    with bad_input():
         check_can_sign(args.sign)
 
 

@@ -46,10 +46,25 @@ def check_can_sign(key: str | None) -> None:
     """
     try:
         canonical_json({})
-        if key is not None:
-            SigningKey(Path(key))
     except ImportError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"--receipts: {error}") from error
+    if key is not None:
+        check_signing_key(key)
+
+
+def check_signing_key(key: str) -> None:
+    """See that the file of --sign is a key.
+
+    Raises:
+        ValueError: If it is none, or the extra is missing.
+        OSError: If it cannot be read.
+    """
+    try:
+        SigningKey(Path(key))
+    except OSError as error:
+        raise OSError(f"--sign {key} cannot be read: {error.strerror}") from error
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"--sign: {error}") from error
 
 
 def write_receipts(
@@ -529,9 +544,10 @@ def _compare_identity(
         lines = "; ".join(
             f"{path} is {said} in the receipts and {now} here" for path, said, now in refused
         )
+        accepted = " ".join(f"--accept {path}" for path, _, _ in refused)
         raise ValueError(
-            f"these receipts are of another model or build: {lines}. Use what they name, or "
-            f"compare all the same with --accept {refused[0][0]}"
+            f"these receipts are of another model or build: {lines}. Use what they name (--model "
+            f"chooses the model), or compare all the same with {accepted}"
         )
     return unlike, excused
 
@@ -560,7 +576,13 @@ def _unproven(
 
 def _cast_option(weight_cast: str) -> str:
     """The option that asks for a cast such as "float16 to bfloat16"."""
-    return weight_cast.rpartition(" to ")[2]
+    cast = weight_cast.rpartition(" to ")[2]
+    if cast not in options.CAST_WEIGHTS.choices:
+        raise ValueError(
+            f"model.weight_cast of the receipts is {one_line(weight_cast)!r:.200}, which ends with "
+            f"none of {', '.join(options.CAST_WEIGHTS.choices)}"
+        )
+    return cast
 
 
 def _max_len(receipts: Sequence["Receipt"], context: int) -> int:

@@ -184,7 +184,11 @@ class Evidence:
                 time=found["time"],
                 cause=tuple(found.get("cause", ())),
             )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"it is no evidence of a self-check, as it is not JSON: {error}"
+            ) from error
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it is no evidence of a self-check: {error!r}") from error
 
     def notes(self, build: Build, *, is_found: bool) -> tuple[str, ...]:

@@ -164,13 +164,19 @@ class EngineConfig:
         self._check_drafts()
         for batch in self.decode_batches:
             if not 1 <= batch < self.batch_size:
-                raise ValueError(f"{batch} of decode_batches must be below {self.batch_size=}")
+                raise ValueError(
+                    f"{batch} of decode_batches must be at least 1 and below "
+                    f"batch_size={self.batch_size}"
+                )
         for length in self.decode_lens:
             if length < 1:
                 raise ValueError(f"{length} of decode_lens must be at least 1 token")
         for batch in self.verify_batches:
             if not 1 <= batch < self.verify_rows:
-                raise ValueError(f"{batch} of verify_batches must be below {self.verify_rows=}")
+                raise ValueError(
+                    f"{batch} of verify_batches must be at least 1 and below "
+                    f"verify_rows={self.verify_rows}"
+                )
         for shape in self.prefill_shapes:
             if len(shape) != 2 or min(shape) < 1:
                 raise ValueError(f"{shape} of prefill_shapes must be (sequences, tokens of each)")

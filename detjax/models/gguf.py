@@ -95,10 +95,14 @@ def convert_gguf(file: Path, out: Path, *, progress: Progress) -> str:
         raise FileNotFoundError(f"{file} does not exist or is no file; give a .gguf file")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; give another one")
+    with file.open("rb") as opened:
+        begin = opened.read(4)
+    if begin != b"GGUF":
+        raise ValueError(f"{file} is not a GGUF file: it begins with {begin!r}, not b'GGUF'")
     try:
         reader = GGUFReader(file)
     except Exception as error:
-        raise ValueError(f"{file} is not a GGUF file, or is damaged: {error}") from error
+        raise ValueError(f"{file} is damaged or cut short ({error}); download it again") from error
     facts = {name: field.contents() for name, field in reader.fields.items()}
     name, architecture = _architecture(facts)
     config = _config(facts, name, architecture)

@@ -170,7 +170,7 @@ class LoadedModel:
         check_params(
             folder,
             self.config,
-            self.mesh,
+            tp=self.mesh.shape["tp"],
             dtype=profile.param_dtype,
             vocab_block=profile.vocab_block,
             cast_weights=self._cast_weights,

@@ -44,8 +44,8 @@ def choose_backend(
         refusal = why_not_runnable(requested) or why_not_model(requested)
         if refusal is not None:
             raise ValueError(
-                f"--backend {requested.value} cannot run here: {refusal}; "
-                f"use --backend {_anywhere()}"
+                f"--backend {requested.value} cannot run here: {refusal}"
+                f"{_others(requested, why_not_model)}"
             )
         return BackendChoice(backend=requested, reason="asked for")
     refusals: list[str] = []
@@ -73,6 +73,17 @@ def why_not_runnable(backend: Backend) -> str | None:
     """Say why a backend cannot run on this machine as it is, or None if it can."""
     kernels = KERNELS[backend]
     return kernels.why_not_here() or kernels.what_to_install()
+
+
+def _others(refused: Backend, why_not_model: Callable[[Backend], str | None]) -> str:
+    """What else runs the model here, and whether that has the bits which were asked for."""
+    found = [
+        f"; --backend {other.value} can, and gives "
+        f"{'the same' if other.gives_bits_of(refused) else 'other'} bits"
+        for other in KERNELS
+        if other is not refused and (why_not_runnable(other) or why_not_model(other)) is None
+    ]
+    return "".join(found)
 
 
 def _anywhere() -> str:

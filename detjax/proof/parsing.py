@@ -72,9 +72,11 @@ def _number(digits: str) -> int | float:
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key of {sorted(found)} stands there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shown(ascii(name))} stands there twice")
+        found[name] = value
     return found
 
 
@@ -117,18 +119,21 @@ def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def hashes(values: Mapping[str, Any]) -> dict[str, str]:
     """Return sha256 of each field's canonical JSON, and of all, so that a change can be named."""
-    found = {path: _hash(value) for path, value in leaves(values)}
-    return found | {"all": _hash({name: values[name] for name in SECTIONS})}
+    found = {path: _hash(path, value) for path, value in leaves(values)}
+    return found | {"all": _hash("all", {name: values[name] for name in SECTIONS})}
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+def _hash(path: str, value: Any) -> str:
+    try:
+        return hashlib.sha256(canonical_json(value)).hexdigest()
+    except ValueError as error:  # such as an integer beyond 2**53
+        raise ValueError(f"{shown(path)}: {error}") from error
 
 
 def _check_hashes(values: Mapping[str, Any]) -> None:
     try:
         found, said = hashes(values), values["sha256"]
-    except ValueError as error:  # such as an integer beyond 2**53
+    except ValueError as error:
         raise ReceiptError(f"the receipt is damaged: {shown(str(error))}") from error
     wrong = [path for path in found.keys() | said.keys() if found.get(path) != said.get(path)]
     if not wrong:

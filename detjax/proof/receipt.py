@@ -7,6 +7,7 @@
 import base64
 import binascii
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,8 +159,13 @@ class Receipt:
         receipt._check_spelling()
         if receipt.signature is not None:
             receipt.signature.check(canonical_json(values))
-        if receipt.to_json().encode() != raw:
-            raise ReceiptError("the receipt is not canonical JSON (RFC 8785)")
+        if (spelled := receipt.to_json().encode()) != raw:
+            at = next((i for i, (a, b) in enumerate(zip(raw, spelled, strict=False)) if a != b), -1)
+            at = min(len(raw), len(spelled)) if at < 0 else at
+            raise ReceiptError(
+                f"the receipt is not canonical JSON (RFC 8785): from byte {at} it is "
+                f"{raw[at : at + 20]!r}, and would be {spelled[at : at + 20]!r}"
+            )
         return receipt
 
     def _unsigned(self) -> dict[str, Any]:
@@ -223,9 +229,16 @@ class Receipt:
 
     def _check_spelling(self) -> None:
         """Refuse values that do not fit each other, and spellings that `of` does not write."""
-        answer = self.answer
+        answer, seed = self.answer, self.request["sampling"].get("seed")
+        if not isinstance(seed, str) or not re.fullmatch("[0-9]{1,20}", seed):
+            raise ReceiptError(f"request.sampling.seed is {shown(repr(seed))}, which is no number")
         try:
             sampling = self.sampling
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ReceiptError(
+                f"request.sampling is damaged: {shown(f'{type(error).__name__}: {error}')}"
+            ) from error
+        try:
             tokens = CollectedTokens(
                 token_ids=list(self.token_ids),
                 logprobs=list(self.logprobs),

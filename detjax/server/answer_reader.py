@@ -207,6 +207,14 @@ class AnswerReader:
             if (self._state, self._held) == before:
                 return said
 
+    @property
+    def is_reasoning(self) -> bool | None:
+        """Whether what comes next is reasoning; None while the beginning does not say yet."""
+        if self._state in (self._begin, self._begin_message, self._header, self._next_message):
+            return None
+        is_analysis = self._state == self._message and self._channel == "analysis"
+        return is_analysis or self._state == self._reasoning
+
     def finish(self) -> Said:
         """The end: what was held back."""
         self._is_over = True
@@ -444,6 +452,31 @@ class AnswerReader:
                 return ()
             calls.append(ToolCall(name, _as_text(arguments)))
         return tuple(calls)
+
+
+class ReasoningCount:
+    """Counts the tokens of reasoning, with those of the tags or the header around it."""
+
+    def __init__(self, syntax: AnswerSyntax):
+        """No token yet."""
+        self._reader, self._num_unsure = AnswerReader(syntax), 0
+        self._may_begin = syntax.thinks or syntax.begins_thinking or syntax.has_channels
+        self._has_channels = syntax.has_channels
+        self.num_tokens = 0
+
+    def push(self, text: str) -> None:
+        """Take a token, with the text that it adds itself; often none."""
+        if not self._may_begin:
+            return
+        before = self._reader.is_reasoning
+        self._reader.push(text)
+        now = self._reader.is_reasoning
+        self._num_unsure += 1
+        if before or now:
+            self.num_tokens += self._num_unsure
+        if before is not None or now is not None:
+            self._num_unsure = 0
+        self._may_begin = self._has_channels or now is not False
 
 
 def _as_text(arguments: dict[str, Any]) -> str:

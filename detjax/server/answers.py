@@ -13,7 +13,7 @@ import numpy as np
 
 from detjax.engine.outputs.request_output import FinishReason, TokenEvent
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.server.answer_reader import AnswerSyntax, Said, read
+from detjax.server.answer_reader import AnswerSyntax, ReasoningCount, Said, read
 from detjax.server.echo import NO_ECHO, Echo, echo_tokens, legacy_logprobs, prompt_logprobs
 from detjax.server.output_deltas import OutputDelta
 from detjax.server.receipts import receipt_line, weights_of
@@ -83,7 +83,7 @@ class Shape:
             "system_fingerprint": self.model.fingerprint,
         }
 
-    def choice(self, index: int, echo: str, deltas: Sequence[OutputDelta]) -> Json:
+    def choice(self, index: int, echo: str | None, deltas: Sequence[OutputDelta]) -> Json:
         """A whole choice, of all its deltas."""
         last, begin = deltas[-1], self.echo(echo, deltas[0])
         text = begin.text + "".join(delta.text for delta in deltas)
@@ -199,13 +199,14 @@ class Shape:
             )
         return {"detjax": proof}
 
-    def echo(self, text: str, first: OutputDelta) -> Echo:
+    def echo(self, text: str | None, first: OutputDelta) -> Echo:
         """What an answer begins with, as its first delta has it: the prompt, if it is echoed.
 
         With `logprobs` it is the text of the prompt's tokens, so that each has its offset in it.
+        Tokens without a text, as special ones, are among them.
         """
-        if not text or self.num_top is None or first.prompt_logprobs is None:
-            return Echo(text)
+        if text is None or self.num_top is None or first.prompt_logprobs is None:
+            return Echo(text or "")
         return echo_tokens(self.model.tokenizer, first.prompt_token_ids, first.prompt_logprobs)
 
     def of_prompt(self, delta: OutputDelta, *, is_first: bool = True) -> Json:
@@ -272,25 +273,36 @@ def _reason(reason: FinishReason | None, *, has_calls: bool = False) -> str | No
 class Usage:
     """Counts the tokens of a request, delta by delta."""
 
-    def __init__(self, num_prompt: int):
+    def __init__(self, num_prompt: int, shape: Shape):
         """Begin with those of its prompts."""
         self._num_prompt, self._num_tokens = num_prompt, 0
         self._cached: dict[int, int] = {}
+        self._is_chat, self._syntax = shape.is_chat, shape.syntax
+        self._reasoning: dict[tuple[int, int], ReasoningCount] = {}
 
     def add(self, delta: OutputDelta) -> None:
         """Take a delta."""
         self._num_tokens += len(delta.tokens)
+        if self._syntax is not None:
+            place = delta.prompt_idx, delta.sequence_idx
+            count = self._reasoning.setdefault(place, ReasoningCount(self._syntax))
+            for _, own in delta.tokens:
+                count.push(own)
         if delta.sequence_idx == 0:  # the others find what the first of a prompt has computed
             self._cached[delta.prompt_idx] = delta.num_cached
 
     def as_dict(self) -> Json:
-        """As completions have it."""
-        return {
+        """As completions have it; a conversation's counts reasoning as well."""
+        counts: Json = {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._is_chat:
+            thought = sum(count.num_tokens for count in self._reasoning.values())
+            counts["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return counts
 
 
 def error_body(message: str, *, status: int, code: str, field: str) -> Json:

@@ -2,6 +2,7 @@
 """Bodies and queries as typed records; an error names the field."""
 
 import functools
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -32,9 +33,40 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(body, type=kind)
         return msgspec.convert(_less_nulls(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RefusedError(f"the body is not JSON: {error}") from error
+        raise _invalid(error, _untyped(body)) from error
+    except RecursionError as error:
+        raise RefusedError("the body has too many brackets within brackets") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(f"the body is not JSON: {_why_not_json(body, error)}") from error
+
+
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape of a text; the group is one half of a surrogate pair alone."""
+
+
+_AT_BYTE = re.compile(r"\(byte (\d+)\)")
+
+
+def _why_not_json(body: bytes, error: Exception) -> str:
+    """What is wrong and where, also where the parser tells half of it."""
+    if not body.strip():
+        return "it is empty; send an object, with Content-Type: application/json"
+    try:
+        body.decode()
+    except UnicodeDecodeError as found:
+        return f"byte {found.start} is {body[found.start]:#04x}, which is not UTF-8 there"
+    if half := next((found for found in _ESCAPE.finditer(body) if found[1]), None):
+        return (
+            f"{half[0].decode()} at byte {half.start()} is one half of a surrogate pair, which is "
+            "no character; send both halves, or leave it out"
+        )
+    near = _AT_BYTE.search(str(error))
+    shown = body[int(near[1]) :][:20].decode(errors="replace") if near else ""
+    return f"{error}, at {shown!r}" if shown else str(error)
 
 
 def convert[T: msgspec.Struct](value: Mapping[str, Any], kind: type[T]) -> T:
@@ -46,7 +78,7 @@ def convert[T: msgspec.Struct](value: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(_less_nulls(value, kind), kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(error, value) from error
 
 
 def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
@@ -69,14 +101,32 @@ def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(error, given) from error
 
 
-def _invalid(error: msgspec.ValidationError) -> RefusedError:
+def _invalid(error: msgspec.ValidationError, given: Any) -> RefusedError:
     message, field = str(error), _field_of(str(error))
     if "unknown field" in message:
         message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
+    elif field and "missing" not in message:
+        shown = "" if given is None else f"={_shown(given, field)}"
+        message = f"{field}{shown}: {message.partition(' - at ')[0]}"
     return RefusedError(message, field=field)
+
+
+def _untyped(body: bytes) -> Any:
+    """All that a body says; None where it cannot be read to its end."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _shown(given: Any, path: str) -> str:
+    """What a body has at the path of a field, cut short."""
+    for step in re.findall(r"[^.[\]]+", path):
+        given = given[int(step) if isinstance(given, list) else step]
+    return f"{msgspec.json.encode(given).decode():.80}"
 
 
 def _less_nulls(value: Any, kind: type[msgspec.Struct]) -> Any:

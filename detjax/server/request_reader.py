@@ -38,10 +38,10 @@ MAX_LISTED = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePrompt:
-    """One prompt of a request, ready for the engine, and the text that an answer begins with."""
+    """One prompt of a request, ready for the engine, and its text if an answer begins with it."""
 
     token_ids: tuple[int, ...]
-    echo: str = ""
+    echo: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

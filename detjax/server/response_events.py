@@ -104,7 +104,7 @@ def _finished(
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": counts["completion_tokens_details"],
         "total_tokens": counts["total_tokens"],
     }
     return whole | {"detjax": proof}
@@ -131,7 +131,7 @@ class ResponseWriter(AbstractEventWriter):
         self._card = prepared.shape.card(is_chunk=False)
         syntax = prepared.shape.syntax
         self._reader = None if syntax is None else AnswerReader(syntax)
-        self._usage = Usage(prepared.num_prompt_tokens)
+        self._usage = Usage(prepared.num_prompt_tokens, prepared.shape)
         self._items: list[Json] = []  # that are closed
         self._open: Json | None = None
         self._text = ""  # of the open one

@@ -169,7 +169,7 @@ async def whole(deltas: OutputDeltas) -> Json:
     parts: dict[int, dict[int, list[OutputDelta]]] = {}
     async with contextlib.aclosing(deltas):
         async for said, found in deltas:
-            prepared, usage = said, usage or Usage(said.num_prompt_tokens)
+            prepared, usage = said, usage or Usage(said.num_prompt_tokens, said.shape)
             for delta in found:
                 raise_failed(delta)
                 usage.add(delta)
@@ -232,8 +232,8 @@ class _Chunks(AbstractEventWriter):
         self._prepared = prepared
         self._head = b"data: " + msgspec.json.encode(prepared.shape.card(is_chunk=True))[:-1]
         self._offsets: dict[int, int] = {}
-        self._usage = Usage(prepared.num_prompt_tokens)
         shape = prepared.shape
+        self._usage = Usage(prepared.num_prompt_tokens, shape)
         self._has_tokens = shape.num_top is not None or shape.has_token_ids
         self._has_text_only = not (self._has_tokens or shape.syntax)
         self._readers: dict[int, AnswerReader] = collections.defaultdict(self._reader)
@@ -298,7 +298,7 @@ class _Chunks(AbstractEventWriter):
         shape = self._prepared.shape
         echo = shape.echo(self._prepared.engine_prompts[first.prompt_idx].echo, first)
         self._offsets[index] = len(echo.text)
-        if not echo.text:
+        if not any(echo):
             return []
         logprobs = shape.logprobs([], 0, echo) if echo.tokens else None
         choice = {"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None}

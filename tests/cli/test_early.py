@@ -22,7 +22,7 @@ CASES = {
     "serve-template": ("serve", "--port 0 --chat-template {tmp}/none", "--chat-template: {tmp}"),
     "serve-job": ("serve", "--port 0 --process-id 0", "--num-processes must be given too"),
     "serve-sizes": ("serve", "--port 0 --max-len 99999999", "must be below 2**31"),
-    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "8 of --decode-batches must"),
+    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "1 and below --batch-size 4"),
     "generate-model": ("generate", "--prompt a --model nope", "looked for {cwd}/nope"),
     "generate-template": (
         "generate", "--prompt a --chat --chat-template {tmp}/none", "--chat-template: {tmp}/none",
@@ -32,7 +32,7 @@ CASES = {
     "generate-key": (
         "generate",
         "--prompt a --receipts {tmp}/r --sign {tmp}/key",
-        "--receipts: {tmp}/key: No such file or directory",
+        "--sign {tmp}/key cannot be read: No such file",
     ),
     "generate-weights": (
         "generate", "--prompt a --model {tmp}/weightless", "has neither model.safetensors nor",

@@ -153,7 +153,7 @@ def test_a_dash_reads_standard_input_without_its_last_line_end(texts, monkeypatc
         ("p.jsonl", b'{"prompt_token_ids": [999]}', "p.jsonl line 1 has token id 999"),
         ("p.jsonl", b'{"prompt": 7}', "`prompt` must be text, not 7"),
         ("p.jsonl", b'{"prompt": ""}', "p.jsonl line 1 is empty"),
-        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1 is not valid UTF-8"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1 has \\ud800, one half of"),
         ("p.jsonl", b'{"prompt": "a", "seed": 3}', 'has `seed`; write "sampling": {"seed": ...}'),
         ("p.jsonl", b"[" * 100_000, "p.jsonl line 1 is not JSON"),
         ("p.jsonl", b'{"prompt": ' + b"9" * 5000 + b"}", "p.jsonl line 1 is not JSON"),

@@ -90,9 +90,10 @@ def test_evidence_is_read_as_it_was_kept(tmp_path, capsys):
     assert (found.backend, found.cause) == ("portable", ("first", "second"))
     assert main(["--evidence", str(path)]) == 2
     assert "its weights were random" in capsys.readouterr().err
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="no evidence of a self-check"):
-        Evidence.read(path)
+    for text, said in (("{}", "self-check: KeyError"), ("{", "as it is not JSON: Expecting")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            Evidence.read(path)
 
 
 def test_what_evidence_says_is_said_beside_what_was_found(tmp_path):

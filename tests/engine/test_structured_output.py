@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structured output: the mask is a function of the form and the tokens so far alone."""
 
+import functools
 import json
 
 import pytest
@@ -83,11 +84,22 @@ def test_a_schema_may_allow_any_space_or_none_or_its_own(grammars):
     [
         ("regex", "a(b", "regex is refused"), ("json_schema", '{"type": 7}', "json_schema is re"),
         ("grammar", "start: nothing", "grammar is refused"), ("regex", "a" * 70_000, "70000 char"),
+        ("json_schema", json.dumps(functools.reduce(lambda s, _: {"items": s}, range(200), {})),
+         "structured_output=json_schema is refused: recursion limit"),
     ],
 )  # fmt: skip
 def test_a_bad_form_is_refused_by_name(grammars, kind, spec, says):
     with pytest.raises(ValueError, match=says):
         grammars.check(StructuredOutput(kind=kind, spec=spec))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("regex", r"[^\s\S]"), ("grammar", "start: start"), ("json_schema", '{"$ref": "#"}')],
+)
+def test_a_form_that_no_text_has_is_told_so(grammars, kind, spec):
+    with pytest.raises(ValueError, match="its form cannot go on: no text has it"):
+        grammars.guide(StructuredOutput(kind=kind, spec=spec)).banned([])
 
 
 @pytest.mark.parametrize(

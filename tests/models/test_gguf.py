@@ -161,3 +161,7 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys):
     for file in ("m.gguf", "none.gguf"):
         assert convert_gguf.main([str(tmp_path / file), str(tmp_path / "out")]) == 2
     assert "is damaged" in (err := capsys.readouterr().err) and "does not exist" in err
+    for begin in (b"", b"text"):
+        (tmp_path / "m.gguf").write_bytes(begin)
+        assert convert_gguf.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
+        assert f"it begins with {begin!r}, not b'GGUF'" in capsys.readouterr().err

@@ -772,6 +772,23 @@ def test_modes_that_do_not_fit_are_refused(tmp_path, quantized, mode, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 128}, "they are of different models"),
+        ({"num_hidden_layers": 3}, "lacks 9 of"),
+        ({"num_hidden_layers": 1}, "which this model has no place for"),
+    ],
+)
+def test_a_folder_that_could_not_be_opened_is_not_quantised(tmp_path, changes, message):
+    folder = folder_of("llama3", tmp_path / "bf16")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(ValueError, match=message):
+        quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
     ("mode", "backend", "is_packed"),
     [
         ("auto", Backend.SM90, True), ("auto", Backend.PORTABLE, False),

@@ -71,6 +71,7 @@ def third(monkeypatch) -> Backend:
     """Another backend: the portable kernels under another name, and how often each was called."""
     backend = object.__new__(Backend)
     backend._name_, backend._value_, backend.platform = "THIRD", "third", "cpu"
+    backend.mma = ""
     kernels = ModuleType("third")
     vars(kernels).update(vars(portable), calls={})
 
@@ -111,7 +112,9 @@ def test_properties_are_asked_of_the_entry(third, monkeypatch):
     monkeypatch.setattr(KERNELS[third], "steps_beat_xla", True)
     assert max_draft_fraction(engine, steps_beat_xla=KERNELS[third].steps_beat_xla) == 0.0
     monkeypatch.setattr(KERNELS[third], "why_not_here", lambda: "it is made up")
-    with pytest.raises(ValueError, match="--backend third cannot run here: it is made up; use"):
+    with pytest.raises(
+        ValueError, match="--backend third cannot run here: it is made up; --backend "
+    ):
         choose_backend(third)
 
 

@@ -88,8 +88,15 @@ def test_mesh_must_be_of_the_backends_devices():
 def test_backends_that_cannot_run_here_are_refused():
     choice = choose_backend(None)
     assert choice.backend is Backend.REFERENCE and choice.reason
-    with pytest.raises(ValueError, match="--backend sm90 cannot run here"):
+    with pytest.raises(ValueError, match="--backend sm90 cannot run here") as told:
         choose_backend(Backend.SM90)
+    same, other = "--backend reference can, and gives the same bits", "--backend portable can"
+    assert same in str(told.value) and f"{other}, and gives other bits" in str(told.value)
+    # What refuses the model as well is not offered.
+    refused = {Backend.REFERENCE: "it is made up"}
+    with pytest.raises(ValueError, match="--backend sm90 cannot run here") as told:
+        choose_backend(Backend.SM90, why_not_model=refused.get)
+    assert other in str(told.value) and "reference" not in str(told.value)
 
 
 def test_a_large_model_runs_on_the_cpu_only_if_asked(tmp_path, monkeypatch):

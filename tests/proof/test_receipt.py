@@ -121,8 +121,40 @@ def test_the_same_receipt_has_the_same_bytes():
     assert Receipt.from_json(f"{text}\n").to_json() == text
     others = (json.dumps(json.loads(text)), f" {text}", f"{text}\n\n", f"{text}\r\n", text + " ")
     for other in others:
-        with pytest.raises(ReceiptError, match="not canonical"):
+        with pytest.raises(ReceiptError, match=r"not canonical JSON .* from byte \d+ it is"):
             Receipt.from_json(other)
+    with pytest.raises(
+        ReceiptError, match=rf"byte {len(text.encode())} it is b'\\r', and would be b''"
+    ):
+        Receipt.from_json(f"{text}\r\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("seed", "9" * 5000, "request.sampling.seed is '999.*, which is no number"),
+        ("seed", 3, "request.sampling.seed is 3, which is no number"),
+        ("seed", None, "request.sampling.seed is None, which is no number"),
+        ("logit_bias", ["x"], r"request.sampling is damaged: ValueError: logit_bias=\('x',\) must"),
+        ("logit_bias", 5, r"request.sampling is damaged: ValueError: logit_bias=5 must"),
+        ("top_p", 2, r"request.sampling is damaged: ValueError: top_p=2.0 must be in"),
+    ],
+)
+def test_a_wrong_value_of_the_sampling_is_named_though_its_hash_is_right(path, value, says):
+    values = json.loads(make_receipt().to_json())
+    values["request"]["sampling"][path] = value
+    values["sha256"] = hashes(values)
+    with pytest.raises(ReceiptError, match=says):
+        Receipt.from_json(canonical_json(values))
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400])
+def test_a_number_that_json_does_not_have_is_named(value):
+    text = make_receipt().to_json()
+    assert '"max_tokens":9,' in text
+    changed = text.replace('"max_tokens":9,', f'"max_tokens":{value},')
+    with pytest.raises(ReceiptError, match="damaged: request.sampling.max_tokens: .*representable"):
+        Receipt.from_json(changed)
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
@@ -273,7 +305,7 @@ def test_a_key_that_is_none_is_refused(tmp_path, text, says):
     [
         ("{", "line 1: the receipt is not JSON"),
         ("[]", "not a JSON object"),
-        ('{"format":"detjax-receipt/2","format":"x"}', "stands there twice"),
+        ('{"format":"detjax-receipt/2","form\\u0061t":"x"}', "the key 'format' stands there twice"),
         ("{}", "'format' is missing"),
         ('{"speed":1}', "'speed' is no field"),
     ],
@@ -321,7 +353,7 @@ DAMAGE = {
     "no profile": (lambda v: v["numerics"].pop("profile"), "numerics.profile is missing"),
     "no backend": (lambda v: v["build"].pop("backend"), "build.backend is missing"),
     "no sampling": (lambda v: v["request"].pop("sampling"), "request.sampling is missing"),
-    "no seed": (lambda v: v["request"]["sampling"].pop("seed"), "damaged: 'seed'"),
+    "no seed": (lambda v: v["request"]["sampling"].pop("seed"), "seed is None, which is no number"),
     "a number for a name": (lambda v: v["model"].update(name=5), "model.name is 5"),
     "no weight cast": (lambda v: v["model"].update(weight_cast=None), "weight_cast is None"),
     "a profile of bools": (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from detjax.server.answer_reader import (
     AnswerReader,
     AnswerSyntax,
+    ReasoningCount,
     Said,
     ToolCall,
     call_schema,
@@ -270,3 +271,39 @@ def test_half_a_surrogate_pair_in_a_call_can_be_written():
 def test_a_call_is_one_whether_its_sign_is_shown_or_not(sign):
     said = read(form(LLAMA), f'{sign}{{"name": "add", "parameters": {{"a": 1}}}}')
     assert (said.calls, said.content) == ((ADD,), "")
+
+
+@pytest.mark.parametrize(
+    ("syntax", "tokens", "num_thought"),
+    [
+        (form(QWEN), ["<think>", "I", " add", "</think>", "So"], 4),
+        (form(QWEN), ["<", "think", ">", "I", "</", "think>", "So"], 6),
+        (form(QWEN), ["\n", "<think>", "cut"], 3),
+        (form(QWEN), ["<thin", "g> 43"], 0),
+        (form(QWEN), ["So", " <think>", "Hm", "</think>"], 0),
+        (form(QWEN, prompt="<think>\n"), ["Hm", "", "</think>", " 43"], 3),
+        (form(LLAMA), ["<think>", "Hm"], 0),
+        (form(HARMONY), ["<|channel|>", "final", "<|message|>", "43"], 0),
+        (
+            form(HARMONY),
+            [
+                *("<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>"),
+                *("<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "43"),
+            ],
+            5,
+        ),
+        (
+            form(HARMONY),
+            [
+                *("<|channel|>", "commentary", "<|message|>", "See:", "<|end|>"),
+                *("<|start|>", "assistant", "<|channel|>", "analysis", "<|message|>", "Hm"),
+            ],
+            6,
+        ),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_however_their_tags_are_cut(syntax, tokens, num_thought):
+    count = ReasoningCount(syntax)
+    for token in tokens:
+        count.push(token)
+    assert count.num_tokens == num_thought

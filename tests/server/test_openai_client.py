@@ -483,6 +483,34 @@ def test_reasoning_and_calls_are_read_out_of_an_answer(thinking, stream, logprob
     assert said == {"content": "See:", "reasoning_content": "Hm", "reason": "tool_calls"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_tokens_of_reasoning(thinking, running, stream):
+    """From the first tag to the last."""
+    form = {"structured_outputs": {"choice": [SAYS]}}
+    asked = {"model": "small", "temperature": 0, "stream": stream}
+    last = {"stream_options": {"include_usage": True}} if stream else {}
+    chat = thinking.chat.completions.create(
+        messages=HI, n=2, max_tokens=90, extra_body=form | {"return_token_ids": True},
+        **asked, **last,
+    )  # fmt: skip
+    response = thinking.responses.create(input="hi", max_output_tokens=90, extra_body=form, **asked)
+    ids = []
+    for one in chat if stream else [chat]:
+        ids += [i for choice in one.choices if choice.index == 0 for i in choice.token_ids]
+        chat = one
+    response = list(response)[-1].response if stream else response
+    decode = running.service.model.tokenizer.decode
+    num_thought = 1 + sum("</think>" not in decode(ids[: i + 1]) for i in range(len(ids)))
+    assert 1 < num_thought < len(ids)
+    assert chat.usage.completion_tokens_details.reasoning_tokens == 2 * num_thought
+    assert response.usage.output_tokens_details.reasoning_tokens == num_thought
+    plain = thinking.chat.completions.create(
+        model="small", messages=HI,
+        extra_body={"structured_outputs": {"choice": ["See: </think>"]}},
+    )  # fmt: skip
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+
+
 def test_without_tools_or_with_none_no_call_is_read(thinking):
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = thinking.chat.completions.create(

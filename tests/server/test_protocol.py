@@ -60,6 +60,32 @@ def test_a_field_that_is_not_known_or_of_another_type_is_named(fields, field):
     assert field in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it is empty; send an object"),
+        (r'{"prompt": "\ud800"}', r"\ud800 at byte 12 is one half of a surrogate pair"),
+        (r'{"prompt": "a\uDC00 or more"}', r"\uDC00 at byte 13 is one half"),
+        (r'{"prompt": "\ud83d\ud83d\ude00"}', r"\ud83d at byte 12 is one half"),
+        (r'{"prompt": "\\\ud83d\u0041"}', r"\ud83d at byte 14 is one half"),
+        (r'{"prompt": "\\ud800', "truncated"),
+        (r'{"prompt": "\ud83d\ude00', "truncated"),
+        ('{"prompt": "\xff"}', "byte 12 is 0xff, which is not UTF-8"),
+        ('{"prompt": NaN}', "(byte 11), at 'NaN}'"),
+        ('{"prompt": "x", "temperature": 1e999}', "temperature: Number out of range"),
+        ('{"max_tokens": -1}', "max_tokens=-1: Expected `int` >= 0"),
+        ('{"max_tokens": -1', "max_tokens: Expected `int` >= 0"),
+        ('{"prompt": [[1, "a"]]}', 'prompt[0][1]="a": Expected `int`, got `str`'),
+        ('{"stream_options": {"include_usage": 3, "x": null}}', "stream_options.include_usage=3:"),
+        ("[" * 100_000, "got `array`"),
+    ],
+)
+def test_what_is_wrong_in_a_body_is_told_with_its_place_and_value(text, said):
+    with pytest.raises(RefusedError) as refused:
+        parse(text.encode("latin-1"), CompletionRequest)
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize("kind", REQUIRED)
 def test_a_field_that_is_missing_is_named(kind):
     for name in REQUIRED[kind]:

@@ -41,7 +41,7 @@ def text_of(*lines: dict) -> list[str]:
         (request("c", priority=1), "line 3 has 'priority'; a request has custom_id"),
         (request(""), "line 3 needs a custom_id"),
         (request(7), "line 3 needs a custom_id"),
-        (request("\ud800"), "line 3: custom_id is not valid UTF-8 at character 1"),
+        (request("\ud800"), r"custom_id has \\ud800, one half of a surrogate pair"),
         (request("a"), "line 3: custom_id 'a' is that of line 1; give each request its own"),
         (request("c", method="GET"), "line 3: method 'GET' must be 'POST'"),
         (request("c", url="/v1/embeddings"), "line 3: url '/v1/embeddings' must be one of /v1/ch"),

@@ -104,6 +104,27 @@ def test_prompt_logprobs_have_the_shape_of_vllm(client, llm):
     assert "prompt_logprobs" not in answer(client)["choices"][0]
 
 
+@pytest.mark.parametrize("prompt", ["", [0, 1], [0]])
+def test_an_echoed_prompt_without_text_has_its_tokens(client, llm, prompt):
+    """Special tokens alone, as an empty prompt becomes."""
+    ids = list(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+    assert ids and set(ids) <= llm.tokenizer.special_ids
+    asked = {"prompt": prompt, "echo": True, "logprobs": 1}
+    whole = answer(client, **asked, return_token_ids=True)["choices"][0]
+    found = whole["logprobs"]
+    assert len(found["tokens"]) == len(ids) + len(whole["token_ids"])
+    scores = scores_of(llm, [*ids, *whole["token_ids"]])
+    assert found["token_logprobs"] == [None, *(float(one.logprob) for one in scores)]
+    assert found["text_offset"][: len(ids) + 1] == [0] * (len(ids) + 1)
+    parts = [event["choices"][0] for event in chunks(client, **asked)]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name, values in found.items():
+        pieces = [part["logprobs"][name] for part in parts if part["logprobs"]]
+        assert [value for piece in pieces for value in piece] == values, name
+    scored = answer(client, **asked, max_tokens=0)["choices"][0]
+    assert len(scored["logprobs"]["tokens"]) == len(ids) and scored["text"] == ""
+
+
 def test_of_several_answers_every_one_has_the_prompts_logprobs(client):
     asked = {"n": 3, "temperature": 0.9, "prompt_logprobs": 1, "echo": True, "logprobs": 1}
     got = answer(client, prompt=[PROMPT, "It was late"], **asked)["choices"]

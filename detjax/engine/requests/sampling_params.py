@@ -60,6 +60,15 @@ def _float(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
+def _biases(pairs: Any) -> tuple[tuple[Any, Any], ...]:
+    """The biases of a list of pairs, as `as_dict` writes them."""
+    if not isinstance(pairs, tuple) or any(
+        not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs
+    ):
+        raise ValueError(f"logit_bias={pairs!r:.200} must have a number for each of some token ids")
+    return tuple((token_id, _float(bias)) for token_id, bias in pairs)
+
+
 def draw_seed() -> int:
     """Return a random seed, below 2**53 so that every reader of JSON has it exactly."""
     return secrets.randbits(53)
@@ -330,7 +339,7 @@ class SamplingParams:
         if isinstance(biases := changes.get("logit_bias"), Mapping):
             changes["logit_bias"] = tuple((_token_id(k), _float(v)) for k, v in biases.items())
         elif biases is not None:
-            changes["logit_bias"] = tuple((k, _float(v)) for k, v in biases)
+            changes["logit_bias"] = _biases(biases)
         if isinstance(form := changes.get("structured_output"), Mapping):
             changes["structured_output"] = StructuredOutput.from_dict(form)
         return dataclasses.replace(self, **changes)

@@ -143,9 +143,11 @@ class Grammars:
                 self._tokenizer = self._read(library)
         most = _CHOICE_LIMITS if form.kind == "choice" else _LIMITS
         limits = library.LLParserLimits(**most, verbose_errors=False)
-        matcher = library.LLMatcher(
-            self._tokenizer, _grammar_of(library.LLMatcher, form), limits=limits, log_level=0
-        )
+        try:
+            grammar = _grammar_of(library.LLMatcher, form)
+        except ValueError as error:  # as of brackets that are nested too deeply
+            raise ValueError(f"structured_output={form.kind} is refused: {error}") from error
+        matcher = library.LLMatcher(self._tokenizer, grammar, limits=limits, log_level=0)
         if matcher.is_error():
             raise ValueError(f"structured_output={form.kind} is refused: {matcher.get_error()}")
         return matcher

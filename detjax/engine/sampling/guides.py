@@ -51,7 +51,10 @@ class MatcherGuide:
         if self._matcher.consume_tokens(new):
             allowed = np.frombuffer(self._matcher.compute_bitmask(), "<i4")
         if self._matcher.is_error():
-            raise ValueError(f"its form cannot go on: {self._matcher.get_error()}")
+            why, seen = self._matcher.get_error(), self._num_seen
+            if why.startswith("NoExtension"):  # as llguidance calls it
+                why = f"no text goes on after these {seen} tokens" if seen else "no text has it"
+            raise ValueError(f"its form cannot go on: {why}")
         return ~allowed[: len(self._past)] | self._past
 
 

@@ -27,6 +27,7 @@ from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
 from detjax.models.weights.ahead import map_ahead
 from detjax.models.weights.files import INDEX_NAME, SINGLE_NAME, StoredTensor, open_tensors
+from detjax.models.weights.load import check_params
 from detjax.models.weights.reading import ExpertReading, own_name, readings
 from detjax.progress import Progress
 
@@ -94,8 +95,9 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If the folder is quantised already, its model is not supported, a matrix has a
-            value that is not finite, or `out` is not empty. Nothing is written then but whole
+        ValueError: If the folder is quantised already, its model is not supported, its tensors are
+            not those of its config.json, a matrix has a value that is not finite, or `out` is not
+            empty. Nothing is written then but whole
             files of `out`.
     """
     config = load_config(folder)
@@ -104,6 +106,8 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; give another one")
     matrices = _matrix_names(folder, config)
+    # Any dtype of a checkpoint can become float32: its names and shapes are what is checked.
+    check_params(folder, config, tp=1, dtype="float32", vocab_block=1)
     if recipe.group_size and (odd := _columns_of_no_group(config, recipe.group_size)):
         sizes = GROUP_SIZES if recipe.block_rows == 1 else ()
         fitting = [size for size in sizes if not _columns_of_no_group(config, size)]

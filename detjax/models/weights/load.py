@@ -192,18 +192,20 @@ def _rows_of(tensors: Mapping[str, StoredTensor], spec: TensorSpec) -> tuple[Any
 def check_params(
     folder: Path,
     config: ModelConfig,
-    mesh: Mesh,
     *,
+    tp: int,
     dtype: DTypeLike,
     vocab_block: int,
     cast_weights: str = NO_CAST,
 ) -> None:
     """Refuse a folder that `load_params` would refuse by its files' headers; read no weight.
 
+    `tp` is the ranks of the mesh; the others are as `load_params` has them.
+
     Raises:
         FileNotFoundError, ValueError: As `load_params` does, but for values.
     """
-    specs = param_specs(config, tp=mesh.shape["tp"], vocab_block=vocab_block)
+    specs = param_specs(config, tp=tp, vocab_block=vocab_block)
     wanted = [tensor for spec in jax.tree.leaves(specs) for tensor in spec.tensors]
     with contextlib.ExitStack() as stack:
         tensors = open_weights(folder, config, dtype, stack)
