@@ -445,7 +445,7 @@ def mix_experts(
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
     y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
     # The products of adapters that follow take every row of the residual stream.
-    has_adapters = isinstance(weights["o"], AdaptedMatrix)
+    has_adapters = isinstance(weights.get("o"), AdaptedMatrix)
     if tp > 1 and is_scattered(x.shape[0], tp) and not has_adapters:
         added = scatter_experts_add_rms_norm(
             y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
