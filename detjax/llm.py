@@ -102,6 +102,7 @@ class LLM:
         enable_lora: bool = False,
         max_loras: int = MAX_LORAS,
         max_lora_rank: int = MAX_LORA_RANK,
+        max_expert_lora_rank: int = 0,
         num_processes: int = 1,
         show_progress: bool = True,
         progress: Progress = ignore_progress,
@@ -157,6 +158,8 @@ class LLM:
             max_loras: Adapters that may run at once. More may be loaded; the devices keep those
                 that were used last.
             max_lora_rank: Highest rank of an adapter, up to 128.
+            max_expert_lora_rank: Highest rank of an adapter of the experts of a mixture, up to 128;
+                0 makes no room for them.
             num_processes: Of the job that this process has joined (`start_job`); all of them make
                 the same `LLM` and make the same calls.
             show_progress: Show bars on standard error, where it is a terminal.
@@ -175,8 +178,7 @@ class LLM:
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
         sampling, tokenizer = _sampling_of(folder, generation_config), Tokenizer.from_folder(folder)
-        if chat_template is not None:
-            tokenizer = tokenizer.with_template(chat_template)
+        tokenizer = tokenizer if chat_template is None else tokenizer.with_template(chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
             loaded, reason = load_on_devices(
@@ -184,14 +186,14 @@ class LLM:
                 quantized_weights=quantized_weights, progress=told, num_processes=num_processes,
             )  # fmt: skip
             draft_model = load_drafts(speculative, model=loaded, tokenizer=tokenizer, progress=told)
-        room = AdapterSizes.of(enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank)
-        loaded = open_adapters(loaded, room)
+        loaded = open_adapters(loaded, AdapterSizes.of(
+            enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank,
+            max_expert_lora_rank=max_expert_lora_rank))  # fmt: skip
         asked = _asked(speculative, dict(
             batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len, mode=mode,
             num_pages=num_pages, **engine_options))  # fmt: skip
-        engine = choose_sizes(
-            loaded, asked, gpu_memory_utilization=gpu_memory_utilization, draft_model=draft_model
-        )
+        engine = choose_sizes(loaded, asked, draft_model=draft_model,
+                              gpu_memory_utilization=gpu_memory_utilization)  # fmt: skip
         config = LLMConfig.of(
             loaded, engine, name=str(model), folder=folder, backend_reason=reason,
             speculative=speculative, draft_model=draft_model,

@@ -111,6 +111,7 @@ ENGINE_OPTIONS = (
     _MAX_WAITING,
     options.MAX_LORAS,
     options.MAX_LORA_RANK,
+    options.MAX_EXPERT_LORA_RANK,
     options.GPU_MEMORY_UTILIZATION,
     options.SELF_CHECK,
     Option(

@@ -38,22 +38,83 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_bias",
         {"r": 2, "lora_alpha": 3, "target_modules": ["down_proj"], "layers_to_transform": [0]},
     ),
+    "experts": (
+        "qwen3_moe",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 3},
+        },
+    ),
+    "experts_gate_up": (
+        "mixtral",
+        {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": [],
+            "target_parameters": ["experts.gate_up_proj"],
+        },
+    ),
+    # As PEFT saves it of a model of transformers 4, where every expert has modules of its own.
+    "expert_modules": (
+        "qwen3_moe",
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"],
+        },
+    ),
 }
+EXPERT_MODULES = ("expert_modules",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def adapted(models: Path, case: str, seed: int) -> peft.PeftModel:
+def adapted(models: Path, case: str, seed: int, folder: Path) -> peft.PeftModel:
     """The model of a case with random adapters, whose values bfloat16 holds."""
     base, options = CASES[case]
-    model = transformers.AutoModelForCausalLM.from_pretrained(models / base, dtype=torch.float32)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    made = peft.get_peft_model(model, config)
+    # Its other products of experts do not take float64.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        models / base, dtype=torch.float32, experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
+    if case in EXPERT_MODULES:
+        write_expert_modules(model, options, generator, folder)
+        return peft.PeftModel.from_pretrained(model, folder)
+    made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     for name, value in made.named_parameters():
         if "lora_" in name:
-            drawn = torch.randn(value.shape, generator=generator) * value.shape[1] ** -0.5
-            value.data = drawn.to(torch.bfloat16).float()
+            value.data = drawn(value.shape, generator)
     return made
+
+
+def drawn(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Random values of one side, which bfloat16 holds."""
+    return (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(torch.bfloat16).float()
+
+
+def write_expert_modules(
+    model: torch.nn.Module, options: dict[str, Any], generator: torch.Generator, folder: Path
+) -> None:
+    """An adapter with the names of transformers 4; PEFT converts it when it reads it."""
+    peft.LoraConfig(task_type="CAUSAL_LM", inference_mode=True, **options).save_pretrained(folder)
+    config, tensors = model.config, {}
+    width, expert_width = config.hidden_size, config.moe_intermediate_size
+    shapes = {
+        "gate_proj": (expert_width, width), "up_proj": (expert_width, width),
+        "down_proj": (width, expert_width),
+    }  # fmt: skip
+    for i, layer in enumerate(model.model.layers):
+        modules = {"self_attn.v_proj": tuple(layer.self_attn.v_proj.weight.shape)}
+        for expert in range(config.num_local_experts):
+            modules |= {f"mlp.experts.{expert}.{name}": shape for name, shape in shapes.items()}
+        for name, (num_out, num_in) in modules.items():
+            path = f"base_model.model.model.layers.{i}.{name}"
+            sides = {"A": (options["r"], num_in), "B": (num_out, options["r"])}
+            for side, shape in sides.items():
+                tensors[f"{path}.lora_{side}.weight"] = drawn(shape, generator)
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def logits_of(model: peft.PeftModel, ids: list[int], dtype: str) -> torch.Tensor:
@@ -71,14 +132,19 @@ def main() -> None:
     args = parser.parse_args()
     for seed, (case, (base, _)) in enumerate(CASES.items()):
         folder = args.out / case
-        adapted(args.models, case, seed).save_pretrained(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if case in EXPERT_MODULES:
+            adapted(args.models, case, seed, folder)
+        else:
+            adapted(args.models, case, seed, folder).save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(8, 320, (21,), generator=generator).tolist()
         logits = {
-            dtype: logits_of(adapted(args.models, case, seed), ids, dtype) for dtype in DTYPES
+            dtype: logits_of(adapted(args.models, case, seed, folder), ids, dtype)
+            for dtype in DTYPES
         }
-        model = adapted(args.models, case, seed).double()
+        model = adapted(args.models, case, seed, folder).double()
         with model.disable_adapter(), torch.no_grad():
             plain = model(torch.tensor([ids])).logits[0]
         reference = logits["float64"]

@@ -262,6 +262,7 @@ class GenerateArgs:
     verify_rows: int = _as(_engine("verify_rows"), _SCHEDULE)
     max_loras: int = _as(options.MAX_LORAS, _SCHEDULE)
     max_lora_rank: int = _as(options.MAX_LORA_RANK, _SCHEDULE)
+    max_expert_lora_rank: int = _as(options.MAX_EXPERT_LORA_RANK, _SCHEDULE)
     num_pages: int = _as(options.NUM_PAGES, _SCHEDULE)
     gpu_memory_utilization: float | None = _as(options.GPU_MEMORY_UTILIZATION, _SCHEDULE)
     cache_dir: str = _as(options.CACHE_DIR, _SCHEDULE)

@@ -222,6 +222,7 @@ def _open_adapters(
             args.enable_lora or bool(modules),
             max_loras=args.max_loras,
             max_lora_rank=args.max_lora_rank,
+            max_expert_lora_rank=args.max_expert_lora_rank,
         )
         if sizes is None:
             return model, {}
@@ -230,8 +231,9 @@ def _open_adapters(
     for name, folder in modules.items():
         with bad_input(f"--lora-modules {name}: "):
             adapters[name] = read_adapter(
-                folder, model.config, dtype=model.profile.param_dtype, max_rank=args.max_lora_rank
-            )
+                folder, model.config, dtype=model.profile.param_dtype,
+                max_rank=args.max_lora_rank, max_expert_rank=args.max_expert_lora_rank,
+            )  # fmt: skip
     return model, adapters
 
 

@@ -349,6 +349,10 @@ MAX_LORA_RANK = Option(
     name="max_lora_rank", parse=int, default=defaults.MAX_LORA_RANK,
     help="highest rank of an adapter, up to 128",
 )  # fmt: skip
+MAX_EXPERT_LORA_RANK = Option(
+    name="max_expert_lora_rank", parse=int, default=0,
+    help="highest rank of an adapter of a mixture's experts, up to 128; 0 makes no room for them",
+)  # fmt: skip
 DECODE_STEPS = of_field(EngineConfig, "decode_steps")
 SELF_CHECK = replace(
     of_field(EngineConfig, "self_check"),

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from detjax.proof.signing import SigningKey, read_public_key
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
+    from detjax.numerics import NumericsProfile
     from detjax.proof.identity import Identity
     from detjax.proof.receipt import Receipt
     from detjax.proof.rerun import ReceiptDifference
@@ -480,7 +481,6 @@ def _open(
 ) -> "LLM":
     """The model, with the numerics that the receipts name and room for their answers."""
     from detjax.llm import LLM
-    from detjax.models.adapters.peft_config import read_peft_config
     from detjax.models.hf_config import load_config
     from detjax.models.quantization.scheme import weights_option
     from detjax.numerics import NumericsProfile
@@ -488,24 +488,41 @@ def _open(
     names = "batch_size", "prefill_chunk"
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     first, modules = receipts[0], options.read_lora_modules(args.lora_modules)
-    ranks = [read_peft_config(module).max_rank for module in modules.values()]
+    profile = NumericsProfile(**first.numerics["profile"])
+    rank, expert_rank = _adapter_ranks(folder, modules.values(), profile)
     llm = LLM(
         folder,
         backend=_backend_of(args, first),
         tp=args.tp,
         dp=args.dp,
-        profile=NumericsProfile(**first.numerics["profile"]),
+        profile=profile,
         cast_weights=_cast_option(first.model["weight_cast"]),
         quantized_weights=weights_option(first.model["quantization"]),
         max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
         cache_dir=None,
         show_progress=not args.quiet,
         enable_lora=bool(modules),
-        max_lora_rank=max(ranks, default=MAX_LORA_RANK),
+        max_lora_rank=rank,
+        max_expert_lora_rank=expert_rank,
         **{"batch_size": None, "prefill_chunk": None, **asked, **given},
     )
     _load_adapters(llm, receipts, list(modules.values()))
     return llm
+
+
+def _adapter_ranks(
+    folder: Path, modules: Collection[Path], profile: "NumericsProfile"
+) -> tuple[int, int]:
+    """The highest rank of the adapters, and that of those of experts."""
+    from detjax.models.adapters.adapter import read_adapter
+    from detjax.models.adapters.peft_config import MAX_RANK
+    from detjax.models.hf_config import load_config
+
+    config = load_config(folder)
+    options = {"dtype": profile.param_dtype, "max_rank": MAX_RANK, "max_expert_rank": MAX_RANK}
+    adapters = [read_adapter(module, config, **options) for module in modules]
+    ranks = (one.rank for one in adapters)
+    return max([MAX_LORA_RANK, *ranks]), max((one.expert_rank for one in adapters), default=0)
 
 
 def _load_adapters(llm: "LLM", receipts: Sequence["Receipt"], folders: Sequence[Path]) -> None:

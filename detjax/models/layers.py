@@ -37,11 +37,12 @@ from detjax.pallas_kernels.linear.api import (
 )
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix
-from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
+from detjax.pallas_kernels.lora.api import expert_lora_add, lora_add, lora_hidden
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
     defers_experts,
+    expert_linear,
     expert_mlp,
     route,
     route_by_sigmoid,
@@ -183,8 +184,8 @@ def project(
     w, bias = weights["qkv"], weights.get("qkv_bias")
     options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
     if isinstance(w, AdaptedMatrix):
-        rows = final_rows(ctx, residual, x, weights["attn_norm"])
-        qkv = adapted_linear(ctx, rows, w, bias)
+        stream = added_rows(ctx, stream, weights["attn_norm"])
+        qkv = adapted_linear(ctx, stream.x, w, bias)
     elif x is not None:
         qkv = linear(x, w, bias, **options)
     elif isinstance(residual, UnaddedExperts):
@@ -408,7 +409,7 @@ def mix_experts(
     config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
     assert config is not None  # whoever has a router
     residual, eps = stream.residual, ctx.config.rms_norm_eps
-    f32, experts = jnp.dtype(jnp.float32), _own_expert_weights(config, weights)
+    f32 = jnp.dtype(jnp.float32)
     if isinstance(residual, UnaddedSubtrees):
         logits, residual, x = combine_norm_linear(
             residual.leaf_sums, residual.residual, weights["mlp_norm"], weights["router"],
@@ -421,27 +422,31 @@ def mix_experts(
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     shared = _shared_expert(ctx, weights, x)
     is_sigmoid = ctx.config.has_sigmoid_router
-    if fuses_experts(ctx) and defers_experts(*x.shape, backend=backend):
+    is_adapted = isinstance(weights["expert_down"], AdaptedMatrix)
+    fuses = fuses_experts(ctx) and not is_adapted
+    if fuses and defers_experts(*x.shape, backend=backend):
         if is_sigmoid:
             y, expert_weights = _own_experts(ctx, config, weights, x, logits)
         else:
             y, expert_weights = route_mlp(
-                x, logits, experts,
+                x, logits, _own_expert_weights(config, weights),
                 top_k=config.top_k, renormalise=config.renormalise, backend=backend,
             )  # fmt: skip
         y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
         late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
         return Stream(residual=late, x=None)
-    if fuses_experts(ctx) and shared is None and not is_sigmoid:
+    if fuses and shared is None and not is_sigmoid:
         # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
         added = route_mlp_add_rms_norm(
-            x, logits, experts, residual, gain,
+            x, logits, _own_expert_weights(config, weights), residual, gain,
             top_k=config.top_k, renormalise=config.renormalise, eps=eps, backend=backend,
         )  # fmt: skip
         return Stream(*added)
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
     y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
-    if tp > 1 and is_scattered(x.shape[0], tp):
+    # The products of adapters that follow take every row of the residual stream.
+    has_adapters = isinstance(weights.get("o"), AdaptedMatrix)
+    if tp > 1 and is_scattered(x.shape[0], tp) and not has_adapters:
         added = scatter_experts_add_rms_norm(
             y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
         )
@@ -510,9 +515,15 @@ def _own_experts(
         expert_ids, expert_weights = route(logits, **options)
     ctx.taps.see("expert_ids", expert_ids)
     ctx.taps.see("expert_weights", expert_weights)
-    first_expert = 0
+    first_expert, down = 0, weights["expert_down"]
+    is_adapted = isinstance(down, AdaptedMatrix)
     if ctx.tp > 1:
-        first_expert = lax.axis_index(TP_AXIS) * weights["expert_down"].shape[0]
+        num_local = (down.base if is_adapted else down).shape[0]
+        first_expert = lax.axis_index(TP_AXIS) * num_local
+    if is_adapted:
+        gate_up = weights["expert_gate_up"]
+        y = _adapted_expert_mlp(ctx, x, expert_ids - first_expert, gate_up, down)
+        return y, expert_weights
     y = expert_mlp(
         x,
         expert_ids,
@@ -522,6 +533,36 @@ def _own_experts(
         backend=ctx.backend,
     )
     return y, expert_weights
+
+
+def _adapted_expert_mlp(
+    ctx: ForwardContext,
+    x: Activation[Array, "M D"],
+    expert_ids: Int32[Array, "M Q"],
+    gate_up: AdaptedMatrix,
+    down: AdaptedMatrix,
+) -> Activation[Array, "M Q D"]:
+    """`expert_mlp` with each row's adapter; ids are counted from this rank's first expert on."""
+    experts = expert_ids.reshape(-1)
+    h = swiglu(_adapted_expert_linear(ctx, x, experts, gate_up), backend=ctx.backend)
+    y = _adapted_expert_linear(ctx, h, experts, down)
+    return y.reshape(*expert_ids.shape, -1)
+
+
+def _adapted_expert_linear(
+    ctx: ForwardContext, x: Activation[Array, "M I"], experts: Int32[Array, " S"], w: AdaptedMatrix
+) -> Activation[Array, "S O"]:
+    """Rows by the matrices of their experts, with each row's adapter of that expert.
+
+    `out = round(base(x) + B round(s A x))`, where K of A is one leaf, as that of the base.
+    """
+    options: dict = {"backend": ctx.backend, "out_dtype": jnp.dtype(jnp.float32)}
+    base = expert_linear(x, experts, w.base, **options)
+    sums = expert_linear(x, experts, w.stack.a, **options)
+    dtype = ctx.profile.activation_dtype
+    slots = jnp.repeat(w.slots, len(experts) // len(w.slots))
+    h = lora_hidden(sums[None], slots, w.stack.scales, out_dtype=dtype, backend=ctx.backend)
+    return expert_lora_add(base, h, experts, w.stack.b, out_dtype=dtype, backend=ctx.backend)
 
 
 def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"]) -> Stream:

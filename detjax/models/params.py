@@ -346,6 +346,9 @@ TENSORS_OF = {param.name: tuple(tensor.name for tensor in param.tensors) for par
 MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 """Matrices of a layer with attention; "lm_head" is the other one."""
 
+EXPERT_MATRICES = ("expert_gate_up", "expert_down")
+"""Matrices of a layer's experts."""
+
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F.

@@ -34,6 +34,7 @@ class KernelSet(Protocol):
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
+        why_no_expert_adapters: Why products of experts may have none; "" if they may.
     """
 
     takes_every_model: bool
@@ -41,6 +42,7 @@ class KernelSet(Protocol):
     steps_beat_xla: bool
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
+    why_no_expert_adapters: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""
@@ -141,6 +143,10 @@ class KernelSet(Protocol):
 
     def lora_add(self, base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
         """See `lora.api.lora_add`."""
+        ...
+
+    def expert_lora_add(self, base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `lora.api.expert_lora_add`."""
         ...
 
     def rms_norm(self, x, gain, *, eps: float) -> jax.Array:
@@ -245,7 +251,7 @@ class KernelSet(Protocol):
         """See `moe.api.expert_mlp`."""
         ...
 
-    def expert_linear(self, x, experts, w, bias=None) -> jax.Array:
+    def expert_linear(self, x, experts, w, bias=None, *, out_dtype: jnp.dtype) -> jax.Array:
         """See `moe.api.expert_linear`."""
         ...
 

@@ -28,6 +28,7 @@ from detjax.pallas_kernels.linear.portable_w8a8 import w8a8_swiglu as w8a8_swigl
 from detjax.pallas_kernels.log_softmax.portable import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.portable import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.portable import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.lora.portable import expert_lora_add as expert_lora_add
 from detjax.pallas_kernels.lora.portable import lora_add as lora_add
 from detjax.pallas_kernels.lora.portable import lora_hidden as lora_hidden
 from detjax.pallas_kernels.moe.portable import (
@@ -62,6 +63,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
+why_no_expert_adapters = ""
 
 
 def why_not_here() -> str | None:

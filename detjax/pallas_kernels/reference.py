@@ -28,6 +28,7 @@ from detjax.pallas_kernels.linear.reference import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.reference import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.reference import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.reference import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.lora.reference import expert_lora_add as expert_lora_add
 from detjax.pallas_kernels.lora.reference import lora_add as lora_add
 from detjax.pallas_kernels.lora.reference import lora_hidden as lora_hidden
 from detjax.pallas_kernels.moe.reference import (
@@ -63,6 +64,7 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
+why_no_expert_adapters = ""
 
 
 def why_not_here() -> str | None:

@@ -31,6 +31,7 @@ from detjax.pallas_kernels.linear.sm90_w8a8 import w8a8_swiglu as w8a8_swiglu
 from detjax.pallas_kernels.log_softmax.sm90 import block_stats as block_stats
 from detjax.pallas_kernels.log_softmax.sm90 import log_probs as log_probs
 from detjax.pallas_kernels.log_softmax.sm90 import log_sum_exp as log_sum_exp
+from detjax.pallas_kernels.lora.sm90 import expert_lora_add as expert_lora_add
 from detjax.pallas_kernels.lora.sm90 import lora_add as lora_add
 from detjax.pallas_kernels.lora.sm90 import lora_hidden as lora_hidden
 from detjax.pallas_kernels.moe.sm90 import (
@@ -66,6 +67,7 @@ attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
+why_no_expert_adapters = "its products of experts are rounded before an adapter can be added"
 
 
 def what_to_install() -> str | None:

@@ -67,6 +67,7 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
             enable_lora=args.enable_lora or bool(args.lora_modules),
             max_loras=args.max_loras,
             max_lora_rank=args.max_lora_rank,
+            max_expert_lora_rank=args.max_expert_lora_rank,
             # WHY: not so many as `LLM` has: here others wait for their next token.
             max_prefill_streak=prefill_streak(args.max_num_batched_tokens),
             gpu_memory_utilization=share,

@@ -289,7 +289,7 @@ def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, clamp: SwigluCla
     x, expert_ids, w_gate_up, w_down, biases = args
     num_rows, top_k = expert_ids.shape
     multiply = functools.partial(
-        expert_linear, experts=expert_ids.reshape(-1), backend=sums.backend
+        expert_linear, experts=expert_ids.reshape(-1), out_dtype=x.dtype, backend=sums.backend
     )
     of_groups = functools.partial(
         sums.of_experts, expert_ids=expert_ids, num_experts=w_down.shape[0]

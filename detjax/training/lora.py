@@ -77,6 +77,11 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
         ValueError: If the model cannot have adapters.
     """
     check_can_adapt(config)
+    if config.experts is not None:
+        raise ValueError(
+            "training of adapters of a model with mixtures of experts is not supported; train its "
+            "weights, or an adapter with PEFT, which is served"
+        )
 
     def shapes(num_out: int, num_in: int) -> dict[str, jax.ShapeDtypeStruct]:
         sides = {"a": (lora.rank, num_in), "b": (num_out, lora.rank)}

@@ -199,7 +199,7 @@ def expert_rows(num_slots: int) -> aot.CompiledProgram:
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
 
     def run(x, experts, w):
-        return expert_linear(x, experts, w, backend=Backend.SM90)
+        return expert_linear(x, experts, w, out_dtype=x.dtype, backend=Backend.SM90)
 
     return aot.compile_program(
         run,

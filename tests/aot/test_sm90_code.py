@@ -490,6 +490,12 @@ def test_drafts_of_an_8_bit_head_multiply_8_bit_operands(name, quantising, atten
     assert program["xla_launches"] <= others
 
 
+def test_a_window_of_few_drafts_is_attended_in_one_launch():
+    names = {kernel["name"] for kernel in compiled("pressed_features_of_windows")["kernels"]}
+    assert "attention_window_sm90" in names
+    assert not names & {"attention_merge_sm90", "detjax_qk_norm_rope_write"}
+
+
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith("pressed_")])
 def test_a_step_on_a_full_device_reads_nothing_that_it_has_overwritten(name):
     """What the engine runs is what its source says, when XLA saves memory as it does in production.

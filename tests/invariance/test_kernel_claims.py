@@ -43,7 +43,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
-from detjax.pallas_kernels.lora.api import lora_add, lora_hidden
+from detjax.pallas_kernels.lora.api import expert_lora_add, lora_add, lora_hidden
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -189,6 +189,9 @@ def _cases() -> dict[str, Case]:
     eight = tree_reduction(8 * 32, PROFILE)
     draw = np.random.default_rng(13)
     lora_b, lora_slots = bf16(draw, 512, 192), jnp.asarray(draw.integers(-1, 3, M), jnp.int32)
+    of_experts = np.random.default_rng(15)
+    expert_b = bf16(of_experts, NUM_EXPERTS, 96, 192)
+    expert_of_row = jnp.asarray(of_experts.integers(0, NUM_EXPERTS, M), jnp.int32)
     hybrid = np.random.default_rng(14)
     gated, head_gain = (bf16(hybrid, M, 512), bf16(hybrid, M, 512)), f32(hybrid, 64)
     pages = bf16(rng, 2, 9, 2, 2, 128, C)
@@ -628,6 +631,22 @@ def _cases() -> dict[str, Case]:
                     **ON,
                 ),
                 _columns(ranks, rank, 512),
+            ),
+        ),
+        "expert_lora_add": Case(
+            kernel=expert_lora_add,
+            call=lambda base, h, ids: expert_lora_add(base, h, ids, expert_b, out_dtype=BF16, **ON),
+            rows=(f32(of_experts, M, 96), bf16(of_experts, M, 192), expert_of_row),
+            slices=lambda rank, ranks: (
+                lambda base, h, ids: expert_lora_add(
+                    base[:, _columns(ranks, rank, 96)],
+                    h,
+                    ids,
+                    expert_b[:, _columns(ranks, rank, 96)],
+                    out_dtype=BF16,
+                    **ON,
+                ),
+                _columns(ranks, rank, 96),
             ),
         ),
         "sigmoid_gate": Case(
@@ -1377,7 +1396,7 @@ def test_expert_linear_is_bitwise_run_invariant():
 
 
 def _expert_linear(x, experts, w):
-    return expert_linear(x, experts, w, **ON)
+    return expert_linear(x, experts, w, out_dtype=x.dtype, **ON)
 
 
 def _expert_rows() -> tuple:
@@ -1404,7 +1423,7 @@ def test_expert_linear_is_bitwise_batch_invariant():
         differs += count_different_bits(by_halves[own], whole[own])
     assert differs > 0
     biases = bf16(np.random.default_rng(6), NUM_EXPERTS, 40)
-    biased = expert_linear(x, experts, w, biases, **ON)
+    biased = expert_linear(x, experts, w, biases, out_dtype=x.dtype, **ON)
     alone = [
         linear(x[i : i + 1], w[e], biases[e], out_dtype=x.dtype, **ON)
         for i, e in enumerate(np.asarray(experts[:5]))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from detjax.engine.running.device_arrays import empty_pages
-from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.adapter import check_can_adapt, read_adapter
 from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.adapters.program import ADAPTERS, SLOTS, adapters_of, with_adapters
 from detjax.models.adapters.stack import (
@@ -25,6 +25,7 @@ from detjax.models.adapters.stack import (
 from detjax.models.hf_config import load_config
 from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.adapters import random_adapter, write_adapter_folder
@@ -55,11 +56,13 @@ def test_logits_are_as_close_to_float64_as_those_of_peft(case, dtype):
         str(base), profile=profile, mesh=make_mesh(1, 1),
         backend=cpu_backend(load_config(base), profile),
     )  # fmt: skip
-    model = open_adapters(model, AdapterSizes(max_loras=3))
+    expert_rank = 16 if model.config.experts else 0
+    model = open_adapters(model, AdapterSizes(max_loras=3, max_expert_lora_rank=expert_rank))
     model.params[ADAPTERS][SLOTS] = jnp.full(1, -1, jnp.int32)
     adapter = read_adapter(
-        GOLDENS / "peft" / case, model.config, dtype=profile.param_dtype, max_rank=16
-    )
+        GOLDENS / "peft" / case, model.config, dtype=profile.param_dtype, max_rank=16,
+        max_expert_rank=expert_rank,
+    )  # fmt: skip
     install_adapter(model, adapter, 2)
     tokens = batch_of([(facts["ids"], 0)] * 2, np.array([[0], [1]], np.int32))
     tokens = dataclasses.replace(tokens, adapters=np.array([2, -1], np.int32))
@@ -179,10 +182,85 @@ def test_sizes_fill_whole_blocks_of_columns():
         AdapterSizes(max_lora_rank=129)
 
 
-def test_models_that_cannot_have_adapters_are_refused():
-    experts = dummy_model(dummy_config(experts=(4, 2)))
-    with pytest.raises(ValueError, match="mixtures of experts are not supported"):
-        open_adapters(experts, AdapterSizes())
+def test_room_for_experts_needs_experts_and_kernels():
+    with pytest.raises(ValueError, match="max_expert_lora_rank=8 is of experts, and this model"):
+        open_adapters(dummy_model(CONFIG), AdapterSizes(max_expert_lora_rank=8))
+    with pytest.raises(ValueError, match="max_expert_lora_rank=-1 must be from 0 to 128"):
+        AdapterSizes(max_expert_lora_rank=-1)
+    experts = dataclasses.replace(dummy_model(EXPERTS), backend=Backend.SM90)
+    with pytest.raises(ValueError, match=r"experts on backend sm90 .* rounded before an adapter"):
+        open_adapters(experts, AdapterSizes(max_expert_lora_rank=8))
+    gpt_oss = load_config(GOLDENS / "hf" / "gpt_oss")
+    with pytest.raises(ValueError, match="biases and a clamp in its experts"):
+        check_can_adapt(gpt_oss)
+
+
+EXPERTS = dummy_config(experts=(4, 2))
+
+
+def read_experts(folder: Path, **options):
+    given = {"dtype": BF16, "max_rank": 16, "max_expert_rank": 16, **options}
+    return read_adapter(folder, EXPERTS, **given)
+
+
+def write_experts(folder: Path, **options) -> Path:
+    return write_adapter_folder(folder, EXPERTS, seed=1, has_experts=True, **options)
+
+
+def test_both_layouts_of_experts_are_the_same_function(tmp_path):
+    """A parameter's gates and ups share ranks: zeros stand where the other one's are."""
+    modules = read_experts(write_experts(tmp_path / "modules"))
+    fused = read_experts(write_experts(tmp_path / "fused", is_fused=True))
+    assert modules.sha256 == random_adapter(EXPERTS, seed=1, expert_rank=8).sha256
+    assert (modules.expert_rank, fused.expert_rank) == (8, 16)
+    for key, one in modules.tensors.items():
+        same = fused.tensors[key]
+        assert one.scale == same.scale
+        weights = (np.asarray(x.b, np.float32) @ np.asarray(x.a, np.float32) for x in (one, same))
+        assert_bitwise_equal(*weights, claim=f"B A of {key}")
+
+
+def test_sides_that_older_releases_of_peft_exchange_are_known_by_their_shapes(tmp_path):
+    """PEFT before 0.19.1 gives A the outputs of a parameter, and B its inputs."""
+    folder = write_experts(tmp_path / "a", is_fused=True)
+    want = read_experts(folder)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    num_experts, exchanged = 4, dict(tensors)
+    for name in tensors:
+        if ".experts." not in name or ".lora_A." not in name:
+            continue
+        other = name.replace("lora_A", "lora_B")
+        a = tensors[name].reshape(num_experts, -1, tensors[name].shape[1])
+        b = tensors[other].reshape(len(tensors[other]), -1, num_experts)
+        exchanged[name] = np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(-1, len(b))
+        exchanged[other] = np.ascontiguousarray(a.transpose(2, 1, 0)).reshape(a.shape[2], -1)
+    assert sum((exchanged[name].shape != tensors[name].shape) for name in tensors) == 4
+    save_file(exchanged, path)
+    assert read_experts(folder).sha256 == want.sha256
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target_modules": ["gate"]}, r"targets 'model.layers.1.mlp.gate'"),
+        ({"target_parameters": ["mlp.experts.down"]}, r"target_parameters .* 'mlp.experts.down'"),
+        ({"target_parameters": "experts"}, "target_parameters='experts', which is not a list"),
+        ({"alpha_pattern": {r"experts\.1\.up_proj": 3}}, "have scales"),
+    ],
+)
+def test_what_is_not_supported_of_experts_is_refused_by_name(tmp_path, changed, message):
+    folder = write_experts(tmp_path / "a", **changed)
+    with pytest.raises(ValueError, match=message):
+        read_experts(folder)
+
+
+def test_experts_need_room_of_their_own(tmp_path):
+    folder = write_experts(tmp_path / "a")
+    with pytest.raises(ValueError, match="experts of rank 8, more than max_expert_lora_rank=0"):
+        read_experts(folder, max_expert_rank=0)
+    lone = write_adapter_folder(tmp_path / "b", EXPERTS, seed=1)
+    assert read_experts(lone, max_expert_rank=0).expert_rank == 0
 
 
 @pytest.mark.slow

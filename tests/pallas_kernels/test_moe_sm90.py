@@ -336,8 +336,8 @@ def test_interpreted_rows_by_their_experts_agree_with_portable():
     """A row each, of whichever expert; one has none."""
     x, w = wide_rows(9, TINY.width), weights(TINY).down
     ids = jnp.asarray([3, 0, 0, 2, 3, 3, 0, 2, 0], jnp.int32)
-    got = np.asarray(sm90.expert_linear(x, ids, w, interpret=INTERPRET), np.float32)
-    want = np.asarray(portable.expert_linear(x, ids, w), np.float32)
+    got = np.asarray(sm90.expert_linear(x, ids, w, out_dtype=BF16, interpret=INTERPRET), np.float32)
+    want = np.asarray(portable.expert_linear(x, ids, w, out_dtype=BF16), np.float32)
     # Tolerance: both are sums of 128 products in float32, rounded to 8 bits.
     np.testing.assert_allclose(got, want, atol=np.abs(want).max() / 100)
 
@@ -606,7 +606,9 @@ def test_rows_by_their_experts_have_the_bits_of_the_dense_products(num_slots):
     terms = np.asarray(x[:1], np.float32) * np.asarray(w[0, :8], np.float32)
     assert_order_sensitive(terms)
     ids = np.random.default_rng(num_slots).integers(0, QWEN.num_experts, num_slots)
-    got = np.asarray(sm90.expert_linear(x, jnp.asarray(ids, jnp.int32), w), np.float32)
+    got = np.asarray(
+        sm90.expert_linear(x, jnp.asarray(ids, jnp.int32), w, out_dtype=BF16), np.float32
+    )
     for expert in np.unique(ids)[:8]:
         want = np.asarray(sm90_linear.linear(x, w[expert], None, out_dtype=BF16), np.float32)
         own = ids == expert

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from detjax.models.adapters.adapter import read_adapter
 from detjax.models.adapters.low_rank import Adapter
-from detjax.models.adapters.stack import num_adapter_slots, slot_rank
+from detjax.models.adapters.stack import expert_slot_rank, num_adapter_slots, slot_rank
 from detjax.models.loading import LoadedModel
 
 
@@ -31,8 +31,9 @@ class KnownAdapters:
         self._check_possible()
         model = self._model
         return read_adapter(
-            folder, model.config, dtype=model.profile.param_dtype, max_rank=slot_rank(model)
-        )
+            folder, model.config, dtype=model.profile.param_dtype,
+            max_rank=slot_rank(model), max_expert_rank=expert_slot_rank(model),
+        )  # fmt: skip
 
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter.
@@ -41,11 +42,15 @@ class KnownAdapters:
             ValueError: If it has a higher rank than a slot, or the model no room for adapters.
         """
         self._check_possible()
-        if adapter.rank > slot_rank(self._model):
-            raise ValueError(
-                f"the adapter has rank {adapter.rank}, more than the {slot_rank(self._model)} of a "
-                "slot; raise max_lora_rank (--max-lora-rank)"
-            )
+        for rank, most, option in (
+            (adapter.rank, slot_rank(self._model), "max_lora_rank"),
+            (adapter.expert_rank, expert_slot_rank(self._model), "max_expert_lora_rank"),
+        ):
+            if rank > most:
+                raise ValueError(
+                    f"the adapter has rank {rank}, more than the {most} of a slot; raise {option} "
+                    f"(--{option.replace('_', '-')})"
+                )
         self._known[adapter.sha256] = adapter
 
     def remove(self, sha256: str) -> None:

@@ -2,16 +2,30 @@
 """An adapter in the host's memory: read from a folder and checked against its base model."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.models.adapters.expert_tensors import (
+    TENSORS,
+    parameter_module,
+    split_parameter,
+    wrapped_names,
+)
 from detjax.models.adapters.low_rank import Adapter, LowRank
-from detjax.models.adapters.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
+from detjax.models.adapters.peft_config import ALL_LINEAR, CONFIG_NAME, PeftConfig, read_peft_config
 from detjax.models.config import Gating, ModelConfig, NormPlacement
-from detjax.models.params import MATRICES, TENSORS_OF, TensorSpec, tensor_specs
+from detjax.models.params import (
+    EXPERT_MATRICES,
+    MATRICES,
+    TENSORS_OF,
+    TensorSpec,
+    tensor_specs,
+)
 from detjax.models.weights.dtypes import check_conversion, converted
 from detjax.models.weights.files import StoredTensor, open_file
 
@@ -20,7 +34,13 @@ PEFT_PREFIX = "base_model.model."
 """PEFT's, before the name of a module of the base model."""
 
 ADAPTED = tuple(name for matrix in MATRICES for name in TENSORS_OF[matrix])
-"""Tensors of a layer that may have an adapter."""
+"""Tensors of a layer that may have an adapter, but for those of experts."""
+
+ADAPTED_EXPERTS = tuple(name for matrix in EXPERT_MATRICES for name in TENSORS_OF[matrix])
+"""Tensors of a layer's experts that may have one."""
+
+type Key = tuple[int, str]
+"""Layer and name of a tensor, as in `Adapter.tensors`."""
 
 
 def check_can_adapt(config: ModelConfig) -> None:
@@ -33,7 +53,7 @@ def check_can_adapt(config: ModelConfig) -> None:
     names = [layer[name].hf_name for name in ADAPTED if name in layer]
     ropes = (config.rope, *config.other_ropes)
     unsupported = {
-        "mixtures of experts": config.experts is not None,
+        "biases and a clamp in its experts": config.has_clamped_experts,
         "norms behind its products": config.norms is not NormPlacement.BEFORE,
         "linear attention": config.linear_attention is not None,
         "gates by GELU": config.gating is not Gating.SWIGLU,
@@ -47,7 +67,39 @@ def check_can_adapt(config: ModelConfig) -> None:
             )
 
 
-def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_rank: int) -> Adapter:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Module:
+    """A linear module of the base model.
+
+    Attributes:
+        key: Of its tensor.
+        spec: Likewise.
+        expert: Which expert's it is; None if it is of no expert.
+    """
+
+    key: Key
+    spec: TensorSpec
+    expert: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parameter:
+    """A parameter of transformers 5 that has the matrices of all experts of a layer.
+
+    Attributes:
+        layer: Which layer's.
+        specs: Of the tensors whose rows it has, one after the other, by name.
+        path: Its name in the base model.
+    """
+
+    layer: int
+    specs: Mapping[str, TensorSpec]
+    path: str
+
+
+def read_adapter(
+    folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_rank: int, max_expert_rank: int = 0
+) -> Adapter:
     """Read a LoRA adapter that PEFT has saved.
 
     Args:
@@ -55,6 +107,7 @@ def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_ran
         config: Of the base model.
         dtype: Of the base model's weights, which values are converted to once.
         max_rank: Highest rank that is taken.
+        max_expert_rank: Highest rank that is taken of experts; 0 takes no adapters of them.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -71,82 +124,226 @@ def read_adapter(folder: Path, config: ModelConfig, *, dtype: jnp.dtype, max_ran
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS_NAME}; save the adapter with safe_serialization=True"
         )
-    modules = dict(_modules(config))
-    targets = _targets(folder, peft, modules)
+    modules = _targets(folder, peft, config)
+    parameters = _target_parameters(folder, peft, config)
+    if not modules and not parameters:
+        raise ValueError(
+            f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
+            f"module of this model, whose layers have {', '.join(_last_names(config))}; the "
+            "adapter is of another model"
+        )
+    ranks = _Ranks(folder=folder, peft=peft, most=max_rank, most_of_experts=max_expert_rank)
     with contextlib.ExitStack() as stack:
         stored = {name: (tensor, f"{name!r} in {path}") for name, tensor in open_file(path, stack)}
-        wanted = {
-            f"{PEFT_PREFIX}{module}.lora_{side}.weight": (module, side)
-            for module in targets
-            for side in "AB"
-        }
-        _check_names(path, stored, wanted)
+        modules = _without_absent_experts(modules, stored)
+        _check_names(path, stored, [*modules, *parameters])
+        sides = _Sides(stored=stored, dtype=dtype)
         tensors = {}
-        for module in targets:
-            key, spec = modules[module]
-            rank = peft.rank_of(module)
-            if rank > max_rank:
-                raise ValueError(
-                    f"{folder} has adapters of rank {rank}, more than max_lora_rank={max_rank}; "
-                    "raise it (--max-lora-rank)"
-                )
-            num_out, num_in = spec.hf_shape
-            a, b = (
-                _values(*stored[f"{PEFT_PREFIX}{module}.lora_{side}.weight"], shape, dtype)
-                for side, shape in (("A", (rank, num_in)), ("B", (num_out, rank)))
-            )
-            tensors[key] = LowRank(a=a, b=b, scale=peft.scale_of(module))
+        of_experts: dict[Key, dict[int, LowRank]] = defaultdict(dict)
+        for name, module in modules.items():
+            rank = ranks.of(name, module.expert is not None)
+            num_out, num_in = module.spec.hf_shape
+            a = sides.read(name, "A", (rank, num_in))
+            b = sides.read(name, "B", (num_out, rank))
+            one = LowRank(a=a, b=b, scale=peft.scale_of(name))
+            if module.expert is None:
+                tensors[module.key] = one
+            else:
+                of_experts[module.key][module.expert] = one
+        for (layer, name), found in of_experts.items():
+            num_experts = config.experts.num_experts if config.experts else 0
+            tensors[layer, name] = _stacked(found, num_experts, f"layer {layer} of {path}")
+        for name, parameter in parameters.items():
+            tensors |= _of_parameter(sides, name, parameter, ranks)
     return Adapter.of(tensors)
 
 
-def _modules(config: ModelConfig) -> Iterator[tuple[str, tuple[tuple[int, str], TensorSpec]]]:
-    """Each linear module of the layers: name in the base model, key of an `Adapter`, shape."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ranks:
+    """Ranks of an adapter's modules, and the highest that are taken."""
+
+    folder: Path
+    peft: PeftConfig
+    most: int
+    most_of_experts: int
+
+    def of(self, module: str, is_of_expert: bool) -> int:
+        """The rank of a module.
+
+        Raises:
+            ValueError: If it is above the highest that is taken.
+        """
+        rank = self.peft.rank_of(module)
+        most = self.most_of_experts if is_of_expert else self.most
+        option = "max_expert_lora_rank" if is_of_expert else "max_lora_rank"
+        if rank > most:
+            raise ValueError(
+                f"{self.folder} has adapters{' of experts' * is_of_expert} of rank {rank}, more "
+                f"than {option}={most}; raise it (--{option.replace('_', '-')})"
+            )
+        return rank
+
+
+def _stacked(found: Mapping[int, LowRank], num_experts: int, where: str) -> LowRank:
+    """The adapters of a layer's experts as one, zeros where an expert has none or a lower rank."""
+    first, *others = found.values()
+    if any(one.scale != first.scale for one in others):
+        raise ValueError(
+            f"experts of {where} have scales (alpha / r) of {first.scale} and others, and one of a "
+            "layer's experts alone is supported; train them with one rank and one alpha"
+        )
+    rank = max(one.a.shape[0] for one in found.values())
+    a = np.zeros((num_experts, rank, first.a.shape[1]), first.a.dtype)
+    b = np.zeros((num_experts, first.b.shape[0], rank), first.b.dtype)
+    for expert, one in found.items():
+        a[expert, : len(one.a)], b[expert, :, : len(one.a)] = one.a, one.b
+    return LowRank(a=a, b=b, scale=first.scale)
+
+
+def _of_parameter(
+    sides: "_Sides", name: str, parameter: _Parameter, ranks: _Ranks
+) -> dict[Key, LowRank]:
+    """The adapter of a parameter, as those of the tensors whose rows it has."""
+    specs = list(parameter.specs.values())
+    num_experts, (rows, num_in) = specs[0].num_experts, specs[0].hf_shape
+    rank = ranks.of(parameter.path, True)
+    a, b = split_parameter(
+        sides.read(name, "A", None), sides.read(name, "B", None),
+        num_experts=num_experts, rank=rank, shape=(rows * len(specs), num_in), where=sides.at(name),
+    )  # fmt: skip
+    scale = ranks.peft.scale_of(parameter.path)
+    return {
+        (parameter.layer, tensor): LowRank(
+            a=a, b=np.ascontiguousarray(b[:, i * rows : (i + 1) * rows]), scale=scale
+        )
+        for i, tensor in enumerate(parameter.specs)
+    }
+
+
+def _modules(config: ModelConfig) -> Iterator[tuple[str, _Module]]:
+    """Each linear module of the layers that may have an adapter, by its name in the base model."""
     for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
-        for name in ADAPTED:
-            yield layer[name].hf_name.removesuffix(".weight"), ((i, name), layer[name])
+        for name in (*ADAPTED, *ADAPTED_EXPERTS):
+            if name not in layer:
+                continue
+            spec = layer[name]
+            for expert, hf_name in enumerate(spec.hf_names):
+                yield (
+                    hf_name.removesuffix(".weight"),
+                    _Module(key=(i, name), spec=spec, expert=expert if spec.num_experts else None),
+                )
 
 
-def _targets(folder: Path, peft: PeftConfig, modules: Mapping[str, object]) -> list[str]:
+def _unsupported(config: ModelConfig) -> Iterator[str]:
+    """Modules that have no place for an adapter: of the model, of routers and of shared experts."""
+    yield from ("lm_head", "model.embed_tokens")
+    for layer in tensor_specs(config, tp=1, vocab_block=1)["layers"]:
+        for name in (*TENSORS_OF["router"], *_OF_SHARED_EXPERTS):
+            if name in layer:
+                yield layer[name].hf_name.removesuffix(".weight")
+
+
+_OF_SHARED_EXPERTS = tuple(
+    tensor
+    for name in ("shared_gate_up", "shared_down", "shared_gate")
+    for tensor in TENSORS_OF[name]
+)
+
+
+def _targets(folder: Path, peft: PeftConfig, config: ModelConfig) -> dict[str, _Module]:
     """The modules that have an adapter."""
-    for module in ("lm_head", "model.embed_tokens"):
-        if peft.is_target(module) and peft.target_modules != "all-linear":
+    for module in _unsupported(config):
+        if peft.is_target(module) and peft.target_modules != ALL_LINEAR:
             raise ValueError(
                 f"{folder / CONFIG_NAME} targets {module!r}, and adapters of it are not supported; "
                 "train without it"
             )
-    targets = [module for module in modules if peft.is_target(module)]
-    if not targets:
+    return {name: module for name, module in _modules(config) if peft.is_target(name)}
+
+
+def _without_absent_experts(
+    modules: Mapping[str, _Module], stored: Mapping[str, object]
+) -> Mapping[str, _Module]:
+    """The modules, without those of experts if the file has none of them.
+
+    Experts of transformers 5 have no modules, so that a name of theirs in `target_modules` is of
+    dense layers alone there.
+    """
+    experts = [name for name, module in modules.items() if module.expert is not None]
+    if any(_side(name, side) in stored for name in experts for side in "AB"):
+        return modules
+    return {name: module for name, module in modules.items() if module.expert is None}
+
+
+def _target_parameters(
+    folder: Path, peft: PeftConfig, config: ModelConfig
+) -> dict[str, _Parameter]:
+    """The parameters of experts that have an adapter, by what PEFT calls it."""
+    targets, matched = {}, set()
+    for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
+        if ADAPTED_EXPERTS[0] not in layer:
+            continue
+        module = parameter_module(i)
+        paths = {name: f"{module}.{name}" for name in TENSORS}
+        chosen = [name for name, path in paths.items() if peft.is_target_parameter(path)]
+        for name, wrapped in wrapped_names(module, chosen).items():
+            specs = {tensor: layer[tensor] for tensor in TENSORS[name]}
+            targets[wrapped] = _Parameter(layer=i, specs=specs, path=paths[name])
+            matched |= {it for it in peft.target_parameters if f".{paths[name]}".endswith(f".{it}")}
+    if others := [one for one in peft.target_parameters if one not in matched]:
         raise ValueError(
-            f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
-            f"module of this model, whose layers have {', '.join(_last_names(modules))}; the "
-            "adapter is of another model"
+            f"target_parameters of {folder / CONFIG_NAME} has {others[0]!r}, and only "
+            "'mlp.experts.gate_up_proj' and 'mlp.experts.down_proj' of a mixture of experts are "
+            "supported; train without it"
         )
     return targets
 
 
-def _last_names(modules: Mapping[str, object]) -> list[str]:
-    return list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+def _last_names(config: ModelConfig) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _modules(config)))
 
 
-def _check_names(path: Path, stored: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+def _side(module: str, side: str) -> str:
+    """The name of one side of a module's adapter."""
+    return f"{PEFT_PREFIX}{module}.lora_{side}.weight"
+
+
+def _check_names(path: Path, stored: Mapping[str, object], modules: Sequence[str]) -> None:
+    wanted = {_side(module, side) for module in modules for side in "AB"}
     if unknown := [name for name in stored if name not in wanted]:
         raise ValueError(
             f"{path} holds {unknown[0]!r}, which adapter_config.json and this model have no place "
             "for; DoRA, modules_to_save and embeddings are not supported, and an adapter goes with "
             "its own base model alone"
         )
-    if missing := [name for name in wanted if name not in stored]:
+    if missing := sorted(wanted.difference(stored)):
         raise ValueError(
             f"{path} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[0]!r}; the "
             "adapter is of another model, or its two files do not belong together"
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sides:
+    """The matrices in a file, by `_side`, and what they are converted to."""
+
+    stored: Mapping[str, tuple[StoredTensor, str]]
+    dtype: jnp.dtype
+
+    def at(self, module: str) -> str:
+        """Where a module's adapter is, for messages."""
+        return self.stored[_side(module, "A")][1]
+
+    def read(self, module: str, side: str, shape: tuple[int, int] | None) -> np.ndarray:
+        """One side of a module's adapter. A shape of None is not checked here."""
+        return _values(*self.stored[_side(module, side)], shape, self.dtype)
+
+
 def _values(
-    tensor: StoredTensor, where: str, shape: tuple[int, int], dtype: jnp.dtype
+    tensor: StoredTensor, where: str, shape: tuple[int, int] | None, dtype: jnp.dtype
 ) -> np.ndarray:
     """A tensor in the weights' dtype."""
-    if tensor.shape != shape:
+    if shape is not None and tensor.shape != shape:
         raise ValueError(
             f"{where} has shape {tensor.shape}, and the base model and adapter_config.json make it "
             f"{shape}; the adapter is of another model"

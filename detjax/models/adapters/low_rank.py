@@ -10,17 +10,22 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRank:
-    """The adapter of one tensor: `s B A x`.
+    """The adapter of one tensor, or of that of every expert of a layer: `s B A x`.
 
     Attributes:
-        a: [r, I], of the weights' dtype.
-        b: [O, r], likewise.
-        scale: s.
+        a: [r, I], of the weights' dtype; [U, r, I] of experts.
+        b: [O, r], likewise; [U, O, r] of experts.
+        scale: s, of all experts.
     """
 
     a: np.ndarray
     b: np.ndarray
     scale: np.float32
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it has a matrix for each expert."""
+        return self.a.ndim > 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,8 +47,18 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The highest rank of a tensor."""
-        return max(one.a.shape[0] for one in self.tensors.values())
+        """The highest rank of a tensor that is not of experts; 0 if there is none."""
+        return self._rank(is_of_experts=False)
+
+    @property
+    def expert_rank(self) -> int:
+        """The highest rank of a tensor of experts; 0 if there is none."""
+        return self._rank(is_of_experts=True)
+
+    def _rank(self, *, is_of_experts: bool) -> int:
+        every = self.tensors.values()
+        ranks = (one.a.shape[-2] for one in every if one.is_of_experts == is_of_experts)
+        return max(ranks, default=0)
 
 
 def _hash(tensors: Mapping[tuple[int, str], LowRank]) -> str:

@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 _USED = {
     "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern",
     "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules", "bias",
-    "init_lora_weights",
+    "init_lora_weights", "target_parameters",
 }  # fmt: skip
 _INERT = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core",
@@ -46,6 +46,7 @@ class PeftConfig:
         rank_pattern: Ranks by regular expression.
         alpha_pattern: Alphas by regular expression.
         layers: Layers that have adapters; None is all.
+        target_parameters: Names that parameters without a linear module end with.
     """
 
     rank: int
@@ -56,6 +57,11 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     layers: tuple[int, ...] | None
+    target_parameters: tuple[str, ...]
+
+    def is_target_parameter(self, parameter: str) -> bool:
+        """Whether a parameter of the model has an adapter of its own, by PEFT's rules."""
+        return _matches(self.target_parameters, parameter)
 
     def is_target(self, module: str) -> bool:
         """Whether a linear module of the model has an adapter, by PEFT's rules."""
@@ -72,11 +78,6 @@ class PeftConfig:
     def rank_of(self, module: str) -> int:
         """The rank of a module's adapter."""
         return _by_pattern(self.rank_pattern, module, self.rank)
-
-    @property
-    def max_rank(self) -> int:
-        """The highest rank of a module's adapter."""
-        return max([self.rank, *self.rank_pattern.values()])
 
     def scale_of(self, module: str) -> np.float32:
         """What multiplies a module's `A x`, rounded once to float32."""
@@ -126,6 +127,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         rank_pattern=read.patterns("rank_pattern", read.rank),
         alpha_pattern=read.patterns("alpha_pattern", read.number),
         layers=read.layers(),
+        target_parameters=read.names("target_parameters"),
     )
 
 
@@ -180,8 +182,12 @@ class _Reader:
         if isinstance(value, str):
             self._check_pattern(name, value)
             return value
+        return self.names(name, "a text or a list of texts")
+
+    def names(self, name: str, wanted: str = "a list of texts") -> tuple[str, ...]:
+        value = self._values.get(name) or ()
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise self._fault(name, value, "a text or a list of texts")
+            raise self._fault(name, value, wanted)
         return tuple(value)
 
     def patterns[V](self, name: str, read: Callable[[str, Any], V]) -> dict[str, V]:

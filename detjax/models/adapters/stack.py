@@ -24,7 +24,14 @@ from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
 from detjax.models.loading import LoadedModel
-from detjax.models.params import MATRICES, TENSORS_OF, ParamSpec, TensorSpec, param_specs
+from detjax.models.params import (
+    EXPERT_MATRICES,
+    MATRICES,
+    TENSORS_OF,
+    ParamSpec,
+    TensorSpec,
+    param_specs,
+)
 from detjax.models.weights.packed import MatrixForm
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.lora.adapted import (
@@ -35,6 +42,8 @@ from detjax.pallas_kernels.lora.adapted import (
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
+MATRIX_NDIM = 2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSizes:
@@ -43,6 +52,8 @@ class AdapterSizes:
     Attributes:
         max_loras: Adapters of one batch. There may be a few more slots, to fill whole blocks.
         max_lora_rank: Highest rank of an adapter, up to 128.
+        max_expert_lora_rank: Highest rank of an adapter of experts, up to 128. 0 is no room for
+            them: a mixture's layers are then those of a model without adapters.
 
     Raises:
         ValueError: If a value is out of range.
@@ -50,6 +61,7 @@ class AdapterSizes:
 
     max_loras: int = MAX_LORAS
     max_lora_rank: int = MAX_LORA_RANK
+    max_expert_lora_rank: int = 0
 
     def __post_init__(self):
         """Check the ranges."""
@@ -58,6 +70,11 @@ class AdapterSizes:
         if not 1 <= self.max_lora_rank <= MAX_RANK:
             raise ValueError(
                 f"max_lora_rank={self.max_lora_rank} must be from 1 to {MAX_RANK} (--max-lora-rank)"
+            )
+        if not 0 <= self.max_expert_lora_rank <= MAX_RANK:
+            raise ValueError(
+                f"max_expert_lora_rank={self.max_expert_lora_rank} must be from 0 to {MAX_RANK} "
+                "(--max-expert-lora-rank)"
             )
 
     @classmethod
@@ -70,21 +87,33 @@ class AdapterSizes:
         sizes = cls(**given)
         if not is_enabled and sizes != cls():
             raise ValueError(
-                f"max_loras={sizes.max_loras} and max_lora_rank={sizes.max_lora_rank} are of "
-                "adapters; give enable_lora=True (--enable-lora) as well"
+                f"max_loras={sizes.max_loras}, max_lora_rank={sizes.max_lora_rank} and "
+                f"max_expert_lora_rank={sizes.max_expert_lora_rank} are of adapters; give "
+                "enable_lora=True (--enable-lora) as well"
             )
         return sizes if is_enabled else None
 
     @property
     def rank(self) -> int:
         """Ranks of a slot: a power of two of at least `RANK_BLOCK`."""
-        return max(RANK_BLOCK, 1 << (self.max_lora_rank - 1).bit_length())
+        return _whole_rank(self.max_lora_rank)
+
+    @property
+    def expert_rank(self) -> int:
+        """Ranks of a slot in the matrices of experts, likewise; 0 if there is no room."""
+        return _whole_rank(self.max_expert_lora_rank) if self.max_expert_lora_rank else 0
 
     @property
     def num_slots(self) -> int:
         """Slots: `max_loras`, rounded up to whole blocks of columns."""
-        a_block = max(1, STACK_BLOCK // self.rank)
+        lowest = min(self.rank, self.expert_rank or self.rank)
+        a_block = max(1, STACK_BLOCK // lowest)
         return -(-self.max_loras // a_block) * a_block
+
+
+def _whole_rank(most: int) -> int:
+    """The power of two of at least `RANK_BLOCK` that holds a rank."""
+    return max(RANK_BLOCK, 1 << (most - 1).bit_length())
 
 
 def open_adapters(model: LoadedModel, sizes: AdapterSizes | None) -> LoadedModel:
@@ -112,7 +141,9 @@ def open_adapters(model: LoadedModel, sizes: AdapterSizes | None) -> LoadedModel
             "adapters with quantized_weights='w8a8' are not supported; use 'auto' or 'expanded'"
         )
     _check_numerics(model)
-    shapes, specs = _stack_shapes(model, sizes), _stack_specs(model)
+    _check_experts(model, sizes)
+    shapes = _stack_shapes(model, sizes)
+    specs = jax.tree.map(lambda one: one.sharding.spec, shapes)
     make = jax.jit(
         lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes),
         out_shardings=jax.tree.map(lambda one: one.sharding, shapes),
@@ -144,50 +175,71 @@ def _check_numerics(model: LoadedModel) -> None:
         )
 
 
+def _check_experts(model: LoadedModel, sizes: AdapterSizes) -> None:
+    """Refuse room for adapters of experts that there are not, or that cannot have them."""
+    if not sizes.max_expert_lora_rank:
+        return
+    if model.config.experts is None:
+        raise ValueError(
+            f"max_expert_lora_rank={sizes.max_expert_lora_rank} is of experts, and this model has "
+            "none; leave it out (--max-expert-lora-rank)"
+        )
+    if why := KERNELS[model.backend].why_no_expert_adapters:
+        raise ValueError(
+            f"adapters of experts on backend {model.backend.value} are not supported: {why}; use "
+            "max_expert_lora_rank=0, or backend 'reference' or 'portable'"
+        )
+
+
 def _matrix_specs(model: LoadedModel) -> list[dict[str, ParamSpec]]:
     """Of each layer the matrices that may have adapters."""
     specs = param_specs(
         model.config, tp=model.mesh.shape[TP_AXIS], vocab_block=model.profile.vocab_block
     )
-    return [{name: layer[name] for name in MATRICES} for layer in specs["layers"]]
+    names = (*MATRICES, *EXPERT_MATRICES)
+    return [{name: layer[name] for name in names if name in layer} for layer in specs["layers"]]
 
 
-def _axes(spec: ParamSpec) -> tuple[Any, Any]:
-    """Mesh axes of a matrix's outputs and inputs."""
-    outputs, inputs = (*spec.partition, None, None)[:2]
-    return outputs, inputs
+def _axes(spec: ParamSpec) -> tuple[Any, Any, Any]:
+    """Mesh axes of a matrix's experts, outputs and inputs; None for experts if it is one matrix."""
+    *experts, outputs, inputs = (*spec.partition, None, None)[: len(spec.shape)]
+    return (experts[0] if experts else None), outputs, inputs
 
 
-def _specs_of(spec: ParamSpec) -> AdapterStack:
-    outputs, inputs = _axes(spec)
-    return AdapterStack(a=P(None, inputs), b=P(outputs, None), scales=P())
-
-
-def _stack_specs(model: LoadedModel) -> list[dict[str, AdapterStack]]:
-    return [
-        {name: _specs_of(spec) for name, spec in layer.items()} for layer in _matrix_specs(model)
-    ]
+def _partitions(spec: ParamSpec) -> AdapterStack:
+    """How the stack of a matrix is split."""
+    experts, outputs, inputs = _axes(spec)
+    lead = (experts,) * (len(spec.shape) - MATRIX_NDIM)
+    return AdapterStack(a=P(*lead, None, inputs), b=P(*lead, outputs, None), scales=P())
 
 
 def _stack_shapes(model: LoadedModel, sizes: AdapterSizes) -> list[dict[str, AdapterStack]]:
     """Shapes, dtypes and shardings of the stacks."""
 
-    def shapes(spec: ParamSpec) -> AdapterStack:
-        parts, (num_out, num_in) = len(spec.tensors), spec.shape
-        columns = parts * sizes.num_slots * sizes.rank
-        specs, dtype = _specs_of(spec), model.profile.param_dtype
+    def shapes(name: str, spec: ParamSpec) -> AdapterStack:
+        parts, (*lead, num_out, num_in) = len(spec.tensors), spec.shape
+        rank = sizes.expert_rank if name in EXPERT_MATRICES else sizes.rank
+        columns = parts * sizes.num_slots * rank
+        specs, dtype = _partitions(spec), model.profile.param_dtype
 
-        def shape(dims: tuple[int, int], dtype: Any, partition: P) -> jax.ShapeDtypeStruct:
+        def shape(dims: Sequence[int], dtype: Any, partition: P) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(model.mesh, partition)
-            return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(tuple(dims), dtype, sharding=sharding)
 
         return AdapterStack(
-            a=shape((columns, num_in), dtype, specs.a),
-            b=shape((num_out, columns), dtype, specs.b),
+            a=shape((*lead, columns, num_in), dtype, specs.a),
+            b=shape((*lead, num_out, columns), dtype, specs.b),
             scales=shape((parts, sizes.num_slots), jnp.float32, specs.scales),
         )
 
-    return [{name: shapes(spec) for name, spec in layer.items()} for layer in _matrix_specs(model)]
+    return [
+        {
+            name: shapes(name, spec)
+            for name, spec in layer.items()
+            if sizes.expert_rank or name not in EXPERT_MATRICES
+        }
+        for layer in _matrix_specs(model)
+    ]
 
 
 def num_adapter_slots(model: LoadedModel) -> int:
@@ -202,6 +254,13 @@ def slot_rank(model: LoadedModel) -> int:
     return model.params[ADAPTERS][LAYERS][0][MATRICES[0]].rank
 
 
+def expert_slot_rank(model: LoadedModel) -> int:
+    """Highest rank that a slot holds of experts; 0 if it has no room for them."""
+    layers = model.params[ADAPTERS][LAYERS]
+    ranks = (layer[EXPERT_MATRICES[0]].rank for layer in layers if EXPERT_MATRICES[0] in layer)
+    return next(ranks, 0)
+
+
 # --------------------------------------------------------------------------------- into a slot
 
 
@@ -214,15 +273,17 @@ def install_adapter(model: LoadedModel, adapter: Adapter, slot: int) -> None:
         slot: Which.
     """
     lora = model.params[ADAPTERS]
-    rank, tp = slot_rank(model), model.mesh.shape[TP_AXIS]
+    tp, dtype = model.mesh.shape[TP_AXIS], model.profile.param_dtype
     layers = []
     for i, (stacks, specs) in enumerate(zip(lora[LAYERS], _matrix_specs(model), strict=True)):
         installed = {}
-        for name, spec in specs.items():
+        for name, stack in stacks.items():
+            spec = specs[name]
             ranks = [adapter.tensors.get((i, tensor)) for tensor in TENSORS_OF[name]]
-            new = _packed(ranks, spec, rank=rank, tp=tp, dtype=model.profile.param_dtype)
-            installed[name] = _installer(model.mesh, _axes(spec))(
-                stacks[name], _placed(new, model.mesh, _axes(spec)), np.int32(slot)
+            new = _packed(ranks, spec, rank=stack.rank, tp=tp, dtype=dtype)
+            partitions = _partitions(spec)
+            installed[name] = _installer(model.mesh, partitions)(
+                stack, _placed(new, model.mesh, partitions), np.int32(slot)
             )
         layers.append(installed)
     # A new dict: launches that are under way have the old one.
@@ -232,22 +293,28 @@ def install_adapter(model: LoadedModel, adapter: Adapter, slot: int) -> None:
 def _packed(
     ranks: Sequence[LowRank | None], spec: ParamSpec, *, rank: int, tp: int, dtype: jnp.dtype
 ) -> AdapterStack:
-    """One slot of a stack, on the host: a [parts, rank, I], b [O, parts, rank], scales [parts]."""
-    parts, (num_out, num_in) = len(spec.tensors), spec.shape
-    a, scales = np.zeros((parts, rank, num_in), dtype), np.zeros(parts, np.float32)
+    """One slot of a stack, on the host: a [parts, rank, I], b [O, parts, rank], scales [parts].
+
+    Of experts a and b have a first axis, one of each.
+    """
+    parts, (*lead, num_out, num_in) = len(spec.tensors), spec.shape
+    a, scales = np.zeros((*lead, parts, rank, num_in), dtype), np.zeros(parts, np.float32)
     columns = []
     for part, (one, tensor) in enumerate(zip(ranks, spec.tensors, strict=True)):
-        column = np.zeros((tensor.shape[0], parts, rank), dtype)
+        column = np.zeros((*tensor.shape[:-1], parts, rank), dtype)
         if one is not None:
-            num_ranks = one.a.shape[0]
-            a[part, :num_ranks], scales[part] = one.a, one.scale
-            column[:, part, :num_ranks] = _stored_rows(one.b, tensor)
+            num_ranks = one.a.shape[-2]
+            a[..., part, :num_ranks, :], scales[part] = one.a, one.scale
+            column[..., part, :num_ranks] = _stored_rows(one.b, tensor)
         columns.append(column)
-    return AdapterStack(a=a, b=_joined(columns, tp).reshape(num_out, parts, rank), scales=scales)
+    b = np.concatenate(columns, axis=1) if lead else _joined(columns, tp)
+    return AdapterStack(a=a, b=b.reshape(*lead, num_out, parts, rank), scales=scales)
 
 
 def _stored_rows(b: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Rows as the matrix has them: some key/value heads repeated."""
+    """Rows as the matrix has them: some key/value heads repeated. Experts lie as they are."""
+    if spec.num_experts:
+        return b
     return np.concatenate([b[run.source : run.source + run.num_rows] for run in spec.runs])
 
 
@@ -256,30 +323,31 @@ def _joined(parts: Sequence[np.ndarray], tp: int) -> np.ndarray:
     return np.concatenate([part.reshape(tp, -1, *part.shape[1:]) for part in parts], axis=1)
 
 
-def _placed(new: AdapterStack, mesh: Mesh, axes: tuple[Any, Any]) -> AdapterStack:
+def _placed(new: AdapterStack, mesh: Mesh, partitions: AdapterStack) -> AdapterStack:
     """Put one slot of a stack on the devices, split as the stack is."""
-    outputs, inputs = axes
-    places = AdapterStack(a=P(None, None, inputs), b=P(outputs, None, None), scales=P())
+    *lead, _, inputs = partitions.a
+    outputs = partitions.b[-2]
+    places = AdapterStack(
+        a=P(*lead, None, None, inputs), b=P(*lead, outputs, None, None), scales=P()
+    )
     return jax.tree.map(
         lambda array, place: jax.device_put(array, NamedSharding(mesh, place)), new, places
     )
 
 
 @functools.cache
-def _installer(mesh: Mesh, axes: tuple[Any, Any]) -> Callable[..., AdapterStack]:
+def _installer(mesh: Mesh, partitions: AdapterStack) -> Callable[..., AdapterStack]:
     """Write one slot of a stack, into new arrays."""
-    outputs, inputs = axes
 
     def install(stack: AdapterStack, new: AdapterStack, slot: Int32[Array, ""]) -> AdapterStack:
-        parts, num_slots = stack.scales.shape
-        a = stack.a.reshape(parts, num_slots, stack.rank, -1).at[:, slot].set(new.a)
-        b = stack.b.reshape(-1, parts, num_slots, stack.rank).at[:, :, slot].set(new.b)
+        slots = *stack.scales.shape, stack.rank
+        a = stack.a.reshape(*stack.a.shape[:-2], *slots, stack.a.shape[-1])
+        b = stack.b.reshape(*stack.b.shape[:-1], *slots)
         return AdapterStack(
-            a=a.reshape(stack.a.shape),
-            b=b.reshape(stack.b.shape),
+            a=a.at[..., slot, :, :].set(new.a).reshape(stack.a.shape),
+            b=b.at[..., slot, :].set(new.b).reshape(stack.b.shape),
             scales=stack.scales.at[:, slot].set(new.scales),
         )
 
-    places = AdapterStack(a=P(None, inputs), b=P(outputs, None), scales=P())
-    shardings = jax.tree.map(lambda place: NamedSharding(mesh, place), places)
+    shardings = jax.tree.map(lambda place: NamedSharding(mesh, place), partitions)
     return OrderedJit(jax.jit(install, out_shardings=shardings))

@@ -40,13 +40,15 @@ def step_len(leaf_len: int) -> int:
     return max(s for s in range(unit, MAX_STEP + 1, unit) if leaf_len % s == 0)
 
 
-def leaf_sum(x_ref, w_ref, rows, cols, start, leaf_len: int, *, dtype=jnp.float32) -> jax.Array:
-    """Sum one leaf for one block.
+def leaf_sum(
+    x_ref, w_ref, rows, cols, start, leaf_len: int, *, dtype=jnp.float32, step: int = 0
+) -> jax.Array:
+    """Sum one leaf for one block, in steps of `step`, or of `step_len` where that is 0.
 
     # ORDER: ((s0 + s1) + s2) + ..., s = step of K; inside a step, the one fixed-shape product.
     The steps of 8-bit integers are exact in float32, and so is their sum in an int32 `dtype`.
     """
-    step = step_len(leaf_len)
+    step = step or step_len(leaf_len)
 
     def add_step(i, total):
         k = pl.ds(start + i * step, step)

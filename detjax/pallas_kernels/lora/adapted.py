@@ -26,8 +26,8 @@ class AdapterStack:
     and rows of `b` of another part than the column's, are zero.
 
     Attributes:
-        a: [X, I].
-        b: [O, X].
+        a: [X, I]; [U, X, I] of the matrices of experts.
+        b: [O, X]; [U, O, X] likewise.
         scales: float32 [parts, slots].
     """
 
@@ -38,7 +38,7 @@ class AdapterStack:
     @property
     def rank(self) -> int:
         """Columns of an adapter in one part."""
-        return self.a.shape[0] // self.scales.size
+        return self.a.shape[-2] // self.scales.size
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class AdaptedMatrix:
     """A matrix, and which adapter each sequence adds to its product.
 
     Attributes:
-        base: Weights, (out, in).
+        base: Weights, (out, in), or those of each expert.
         stack: The adapters.
         slots: int32 [B], the slot of each sequence's adapter; -1 where it has none.
     """

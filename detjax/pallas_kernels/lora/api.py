@@ -83,3 +83,39 @@ def lora_add(
     if h.shape[1] % RANK_BLOCK:
         raise ValueError(f"{h.shape=} must have columns in blocks of {RANK_BLOCK}")
     return KERNELS[backend].lora_add(base, h, b, out_dtype=out_dtype)
+
+
+def expert_lora_add(
+    base: Float32[Array, "S O"],
+    h: Activation[Array, "S X"],
+    experts: Int32[Array, " S"],
+    b: Activation[Array, "U O X"],
+    *,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> Activation[Array, "S O"]:
+    """`lora_add` where the B of a row is that of its expert.
+
+    `out[s, o] = round(base[s, o] + p)` if `p != 0`, else `round(base[s, o])`;
+    `p = sum_x(h[s, x] * b[experts[s], o, x])`
+
+    Args:
+        base: float32, of `moe.api.expert_linear`.
+        h: Of `lora_hidden`.
+        experts: The expert of each row. Where it is not from 0 to U - 1, p is zero.
+        b: The B of all adapters, for each expert.
+        out_dtype: What the sum is rounded to; float32 keeps it.
+        backend: Which implementation runs.
+
+    Raises:
+        ValueError: If the shapes do not agree, or X is not a multiple of `RANK_BLOCK`.
+
+    Numerics:
+        As `lora_add`, a row and its expert alone.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if (h.shape[1], base.shape, experts.shape) != (b.shape[2], (len(h), b.shape[1]), (len(h),)):
+        raise ValueError(f"{base.shape=}, {h.shape=}, {experts.shape=}, {b.shape=} do not agree")
+    if h.shape[1] % RANK_BLOCK:
+        raise ValueError(f"{h.shape=} must have columns in blocks of {RANK_BLOCK}")
+    return KERNELS[backend].expert_lora_add(base, h, experts, b, out_dtype=out_dtype)

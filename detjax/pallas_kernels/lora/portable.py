@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import ROWS, add_leaves, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS
 from detjax.pallas_kernels.lora.adapted import RANK_BLOCK, columns_of
+from detjax.pallas_kernels.moe.portable import expert_linear
 
 
 @partial(jax.jit, static_argnames=("out_dtype",))
@@ -66,10 +67,7 @@ def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
             return total + lax.dot_general(left, right, dims, precision=lax.Precision.HIGHEST)
 
         added = lax.fori_loop(0, count_ref[0], add_block, jnp.zeros((ROWS, COLS), jnp.float32))
-        own = base_ref[rows, cols]
-        # ROUND: once, to the output's dtype. Nothing is added where `added` is zero: -0 stays.
-        total = round_to(jnp.where(added == 0, own, own + added), out_dtype)
-        out_ref[...] = total.astype(out_dtype)
+        out_ref[...] = _sum(base_ref[rows, cols], added, out_dtype)
 
     out = run_blocks(
         body,
@@ -79,6 +77,42 @@ def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
         count,
         name="lora_add",
         grid=(b.shape[0] // COLS, base.shape[0] // ROWS),
+        out_shape=jax.ShapeDtypeStruct(base.shape, out_dtype),
+        out_specs=pl.BlockSpec((ROWS, COLS), lambda n, m: (m, n)),
+    )
+    return out[:num_rows, :num_cols]
+
+
+def _sum(base, added, out_dtype: jnp.dtype) -> jax.Array:
+    """`round(base + added)`.
+
+    # ROUND: once, to the output's dtype. Nothing is added where `added` is zero: -0 stays.
+    """
+    total = round_to(jnp.where(added == 0, base, base + added), out_dtype)
+    return total.astype(out_dtype)
+
+
+@partial(jax.jit, static_argnames=("out_dtype",))
+def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.expert_lora_add`.
+
+    # ORDER: as `lora_add`: a step of `expert_linear` is a block of 16 ranks.
+    """
+    float32 = jnp.dtype(jnp.float32)
+    added = expert_linear(h, experts, b, out_dtype=float32, step=RANK_BLOCK)
+    num_rows, num_cols = base.shape
+    base, added = (pad_axis(pad_axis(it, 0, ROWS), 1, COLS) for it in (base, added))
+
+    def body(base_ref, added_ref, out_ref):
+        here = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.ds(pl.program_id(0) * COLS, COLS)
+        out_ref[...] = _sum(base_ref[here], added_ref[here], out_dtype)
+
+    out = run_blocks(
+        body,
+        base,
+        added,
+        name="expert_lora_add",
+        grid=(base.shape[1] // COLS, base.shape[0] // ROWS),
         out_shape=jax.ShapeDtypeStruct(base.shape, out_dtype),
         out_specs=pl.BlockSpec((ROWS, COLS), lambda n, m: (m, n)),
     )

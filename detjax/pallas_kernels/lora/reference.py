@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from detjax.pallas_kernels.linear.reference import linear
 from detjax.pallas_kernels.lora.adapted import columns_of
+from detjax.pallas_kernels.moe.reference import expert_linear
 from detjax.pallas_kernels.reference_library import call
 
 
@@ -19,5 +20,15 @@ def lora_hidden(leaf_sums, slots, scales, *, out_dtype: jnp.dtype) -> jax.Array:
 
 def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.lora_add`: k16 block by k16 block of ranks in one accumulator, then one addition."""
-    added = linear(h, b, None, out_dtype=jnp.dtype(jnp.float32))
+    return _add(base, linear(h, b, None, out_dtype=jnp.dtype(jnp.float32)), out_dtype)
+
+
+def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.expert_lora_add`: as `lora_add`, with the B of each row's expert."""
+    added = expert_linear(h, experts, b, out_dtype=jnp.dtype(jnp.float32))
+    return _add(base, added, out_dtype)
+
+
+def _add(base, added, out_dtype: jnp.dtype) -> jax.Array:
+    """`round(base + added)`, and `round(base)` where `added` is zero."""
     return call("add_where_not_zero", jax.ShapeDtypeStruct(base.shape, out_dtype), base, added)

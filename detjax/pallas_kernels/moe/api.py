@@ -185,30 +185,37 @@ def _check_experts(
 
 
 def expert_linear(
-    x: Activation[Array, "S I"],
+    x: Activation[Array, "M I"],
     experts: Int32[Array, " S"],
     w: Activation[Array, "U O I"],
     bias: Activation[Array, "U O"] | None = None,
     *,
+    out_dtype: jnp.dtype,
     backend: Backend,
 ) -> Activation[Array, "S O"]:
-    """Multiply each row by the matrix of its expert.
+    """Multiply each row by the matrices of its experts.
 
-    `out[s, o] = round(sum_i(x[s, i] * w[experts[s], o, i]) + bias[experts[s], o])`
+    `out[s, o] = round(sum_i(x[s // q, i] * w[experts[s], o, i]) + bias[experts[s], o])`, q = S / M
 
     Args:
-        x: A row for each pair of a token and an expert.
-        experts: The expert of each, all of them here.
+        x: Rows, each for q neighbouring pairs of a token and an expert.
+        experts: The expert of each pair. Of one that is not from 0 to U - 1, all bits are zero.
         w: The matrix of each expert, (out, in).
         bias: Of each expert, added last, in float32; None adds none.
+        out_dtype: What the sum is rounded to: that of `x`, or float32, which keeps it.
         backend: Which implementation runs.
 
+    Raises:
+        ValueError: If S is not a multiple of M.
+
     Numerics:
-        A row's bits are those of `linear` by its expert's matrix alone: I in order, one rounding to
-        the dtype of `x`. As many products as there are rows are made, for any number of experts.
+        A row's bits are those of `linear` by its expert's matrix alone: I in order, one rounding.
+        As many products as there are pairs are made, for any number of experts.
         Claims: run-invariant, batch-invariant. Bits depend on (I, dtypes, build).
     """
-    return KERNELS[backend].expert_linear(x, experts, w, bias)
+    if experts.size % x.shape[0]:
+        raise ValueError(f"{experts.shape=} must be a multiple of the rows of {x.shape=}")
+    return KERNELS[backend].expert_linear(x, experts, w, bias, out_dtype=out_dtype)
 
 
 def combine_experts_add_rms_norm(

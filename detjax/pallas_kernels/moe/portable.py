@@ -182,12 +182,14 @@ def _tiles(expert_ids, first_expert, num_local: int):
     return rows, jnp.minimum(owners, num_local - 1).astype(jnp.int32), ends[-1], most
 
 
-@partial(jax.jit, static_argnames=("name",))
-def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Array:
+@partial(jax.jit, static_argnames=("name", "out_dtype", "step"))
+def _grouped_linear(
+    x, w, owners, num_tiles, bias=None, *, name: str, out_dtype: jnp.dtype, step: int = 0
+) -> jax.Array:
     """`linear` of each tile of rows with its expert's weights, [T * ROWS, I] and [u, O, I].
 
-    # ORDER: the body of `linear`, so its bits; of 8-bit weights that of `w8a8_product`. Rows of
-    tiles that are not in use are undefined.
+    # ORDER: the body of `linear`, so its bits where `step` is 0; of 8-bit weights that of
+    `w8a8_product`. Rows of tiles that are not in use are undefined.
     """
     num_cols, k_len = w.shape[1:]
     padded_cols = num_blocks(num_cols, PRODUCT_COLS) * PRODUCT_COLS
@@ -212,7 +214,7 @@ def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Arr
             scales = (x_scales_ref, w_scales_ref.at[owner])
             total = scaled_sum(x_ref, expert_ref, *scales, rows, cols, k_len, group_len=w.group_len)
         else:
-            total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len)
+            total = leaf_sum(x_ref, expert_ref, rows, cols, 0, k_len, step=step)
         for bias_ref in bias_refs:
             total = total + bias_ref[owner, cols].astype(jnp.float32)[None, :]
         out_ref[...] = total.astype(out_ref.dtype)  # ROUND: once
@@ -224,23 +226,32 @@ def _grouped_linear(x, w, owners, num_tiles, bias=None, *, name: str) -> jax.Arr
         *biases,
         name=name,
         grid=(num_tiles, padded_cols // PRODUCT_COLS),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], padded_cols), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], padded_cols), out_dtype),
         out_specs=pl.BlockSpec((ROWS, PRODUCT_COLS), lambda t, n: (t, n)),
     )
     return out[:, :num_cols]
 
 
-@jax.jit
-def expert_linear(x, experts, w, bias=None) -> jax.Array:
-    """See `api.expert_linear`."""
-    num_rows = x.shape[0]
-    rows, owners, num_tiles, most = _tiles(experts[:, None], 0, w.shape[0])
-    sources = jnp.full(most * ROWS, num_rows, jnp.int32)
-    slots = jnp.arange(num_rows, dtype=jnp.int32)
-    sources = sources.at[rows].set(slots, mode="drop", unique_indices=True)
-    tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
-    out = _grouped_linear(tiled, w, owners, num_tiles, bias, name="expert_linear")
+@partial(jax.jit, static_argnames=("out_dtype", "step"))
+def expert_linear(x, experts, w, bias=None, *, out_dtype: jnp.dtype, step: int = 0) -> jax.Array:
+    """See `api.expert_linear`; `step` is of `leaf_sum`."""
+    tiled, rows, tiles = _tiled(x, experts.reshape(x.shape[0], -1), 0, w.shape[0])
+    options = {"out_dtype": out_dtype, "step": step, "name": "expert_linear"}
+    out = _grouped_linear(tiled, w, *tiles, bias, **options)
     return jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
+
+
+def _tiled(x, expert_ids, first_expert, num_local: int) -> tuple:
+    """Rows in tiles of one expert, where the row of each slot lies, and owners and number of tiles.
+
+    Copies alone.
+    """
+    num_rows, top_k = expert_ids.shape
+    rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, num_local)
+    sources = jnp.full(most * ROWS, num_rows, jnp.int32)
+    slot_rows = jnp.arange(num_rows * top_k, dtype=jnp.int32) // top_k
+    sources = sources.at[rows].set(slot_rows, mode="drop", unique_indices=True)
+    return jnp.take(x, sources, axis=0, mode="fill", fill_value=0), rows, (owners, num_tiles)
 
 
 @partial(jax.jit, static_argnames="num_ranks")
@@ -249,20 +260,16 @@ def expert_mlp(
 ) -> jax.Array:
     """See `api.expert_mlp`. Tiles are of one size, for any number of ranks."""
     w_gate_up, w_down, extras = experts
-    num_rows, top_k = expert_ids.shape
-    rows, owners, num_tiles, most = _tiles(expert_ids, first_expert, w_gate_up.shape[0])
-    sources = jnp.full(most * ROWS, num_rows, jnp.int32)
-    slot_rows = jnp.arange(num_rows * top_k, dtype=jnp.int32) // top_k
-    sources = sources.at[rows].set(slot_rows, mode="drop", unique_indices=True)
-    tiled = jnp.take(x, sources, axis=0, mode="fill", fill_value=0)
+    tiled, rows, tiles = _tiled(x, expert_ids, first_expert, w_gate_up.shape[0])
     biases, clamp = (None, None), None
     if extras is not None:
         biases, clamp = (extras.gate_up_bias, extras.down_bias), extras.clamp
-    multiply = partial(_grouped_linear, owners=owners, num_tiles=num_tiles)
-    gate_up = multiply(tiled, w_gate_up, bias=biases[0], name="experts_gate_up")
-    out = multiply(swiglu(gate_up, clamp=clamp), w_down, bias=biases[1], name="experts_down")
+    multiply = partial(_grouped_linear, out_dtype=x.dtype)
+    gate_up = multiply(tiled, w_gate_up, *tiles, biases[0], name="experts_gate_up")
+    hidden = swiglu(gate_up, clamp=clamp)
+    out = multiply(hidden, w_down, *tiles, biases[1], name="experts_down")
     out = jnp.take(out, rows, axis=0, mode="fill", fill_value=0)
-    return out.reshape(num_rows, top_k, x.shape[1])
+    return out.reshape(*expert_ids.shape, x.shape[1])
 
 
 @partial(jax.jit, static_argnames=("eps",))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts in the bits of the Hopper kernels, on the CPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,8 +57,9 @@ def expert_mlp(
         biases, clamp = (None, None), None
     else:
         biases, clamp = (extras.gate_up_bias, extras.down_bias), extras.clamp
-    hidden = _products_of_experts(x, ids, w_gate_up, biases[0])
-    y = _products_of_experts(swiglu(hidden, clamp=clamp), ids, w_down, biases[1])
+    multiply = partial(_products_of_experts, out_dtype=x.dtype)
+    hidden = multiply(x, ids, w_gate_up, biases[0])
+    y = multiply(swiglu(hidden, clamp=clamp), ids, w_down, biases[1])
     return y.reshape(*expert_ids.shape, x.shape[1])
 
 
@@ -73,22 +76,22 @@ def _check_operands(x, *weights) -> None:
         )
 
 
-def expert_linear(x, experts, w, bias=None) -> jax.Array:
+def expert_linear(x, experts, w, bias=None, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.expert_linear`.
 
     Raises:
         NotImplementedError: For another dtype than bfloat16, or a width that is no multiple of 16.
     """
     _check_operands(x, w)
-    return _products_of_experts(x, experts, w, bias)
+    return _products_of_experts(x, experts, w, bias, out_dtype)
 
 
-def _products_of_experts(rows, ids, w, bias) -> jax.Array:
+def _products_of_experts(rows, ids, w, bias, out_dtype: jnp.dtype) -> jax.Array:
     """Rows, each of as many slots as there are for it, by the expert of each slot."""
     if isinstance(w, W8A8Matrix):
         total = scaled_sums(quantize_rows(rows, w.row_coding), w, ids, bias)
-        return join(total, None, None, jnp.dtype(jnp.bfloat16))  # ROUND: once
-    out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), jnp.bfloat16)
+        return join(total, None, None, out_dtype)  # ROUND: once
+    out = jax.ShapeDtypeStruct((ids.size, w.shape[1]), out_dtype)
     bias = jnp.zeros((0,), jnp.bfloat16) if bias is None else bias
     return call("expert_product", out, rows, ids, w, bias)
 

@@ -97,15 +97,16 @@ def expert_rows(
     return out, None if tiles.by_slot else places
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def expert_linear(x, experts, w, bias=None, *, interpret=None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("out_dtype", "interpret"))
+def expert_linear(x, experts, w, bias=None, *, out_dtype: jnp.dtype, interpret=None) -> jax.Array:
     """See `api.expert_linear`: rows sorted by expert, the second product of `expert_mlp`, put back.
 
     Args:
-        x: [S, I].
+        x: [M, I].
         experts: int32 [S].
         w: [U, O, I].
         bias: [U, O], or None.
+        out_dtype: Of the result: bfloat16.
         interpret: How to interpret the kernels, if so.
 
     Raises:
@@ -117,12 +118,21 @@ def expert_linear(x, experts, w, bias=None, *, interpret=None) -> jax.Array:
         Claims: run-invariant, batch-invariant.
     """
     _check_supported(x, w, w)
+    if out_dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"sm90 products of experts are rounded to bfloat16, not {out_dtype}; use portable"
+        )
     num_experts, num_out, width = w.shape
+    num_rows = x.shape[0]
     tiles = choose_tiles(
-        num_rows=x.shape[0], top_k=1, num_experts=num_experts, width=width, hidden=num_out
+        num_rows=num_rows,
+        top_k=experts.size // num_rows,
+        num_experts=num_experts,
+        width=width,
+        hidden=num_out,
     ).down
     rows, places, work = sort_rows(
-        x, experts[:, None], jnp.zeros(1, jnp.int32), num_local=num_experts,
+        x, experts.reshape(num_rows, -1), jnp.zeros(1, jnp.int32), num_local=num_experts,
         tile_rows=tiles.tile_rows, interpret=interpret is not None,
     )  # fmt: skip
     y = grouped_matmul(rows, w, work, bias=bias, tiles=tiles, by_slot=False, interpret=interpret)

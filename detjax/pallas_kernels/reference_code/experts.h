@@ -108,13 +108,14 @@ struct ExpertSlots {
 };
 
 // out[s] = round(x[s / (S / R)] w[ids[s]] + bias[ids[s]]), x [R, K], w [E, N, K], ids [S], bias [E, N]
-// or of no elements, all bfloat16. Zeros where there is no such expert.
+// or of no elements, all bfloat16. Zeros where there is no such expert. float32 `out` is not rounded.
 ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, In bias, Out out) {
   const int64_t r_len = dim(x, 0), k_len = dim(x, 1), n_len = dim(w, 1);
   const int width = processor.lanes;
   const bool has_bias = bias.element_count();
   const ExpertSlots slots(ids, r_len, dim(w, 0));
-  for (int32_t s : slots.absent) std::fill_n(data<uint16_t>(out) + s * n_len, n_len, uint16_t(0));
+  for (int64_t s : slots.absent)
+    for (int64_t n = 0; n < n_len; ++n) write(out, s * n_len + n, 0.0f);
   Rows rows;
   rows.resize(r_len, k_len);
   parallel(pool, r_len, [&](int64_t m) { rows.set(m, data<uint16_t>(x) + m * k_len); });
@@ -131,7 +132,7 @@ ffi::Error expert_product(ffi::ThreadPool pool, In x, In ids, In w, In bias, Out
       for (int o = 0; o < outputs; ++o) {
         float total = totals[i * width + o];
         if (has_bias) total = total + read(bias, group.expert * n_len + n + o);
-        data<uint16_t>(out)[group.slots[i] * n_len + n + o] = round_bf16(total);
+        write(out, group.slots[i] * n_len + n + o, total);
       }
   });
   return ffi::Error::Success();
