@@ -177,8 +177,8 @@ class LLM:
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
         folder = find_model(model, revision=revision)
-        sampling, tokenizer = _sampling_of(folder, generation_config), Tokenizer.from_folder(folder)
-        tokenizer = tokenizer if chat_template is None else tokenizer.with_template(chat_template)
+        sampling = _sampling_of(folder, generation_config)
+        tokenizer = _tokenizer_of(folder, chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes
         with self._loading(progress) as told:
             loaded, reason = load_on_devices(
@@ -569,6 +569,12 @@ def _check_choices(gpu_memory_utilization: float, generation_config: str) -> Non
         raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
     if generation_config not in ("auto", "none"):
         raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
+
+
+def _tokenizer_of(folder: Path, chat_template: str | None) -> Tokenizer:
+    """The tokenizer of a folder, with a template of its own if one is given."""
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer if chat_template is None else tokenizer.with_template(chat_template)
 
 
 def _sampling_of(folder: Path, generation_config: str) -> SamplingParams:

@@ -91,7 +91,8 @@ def choose_sizes(
     sizes["prefill_chunk"] = _chunk(asked, work, is_gpu=is_gpu, max_len=sizes["max_len"])
     if is_gpu:
         longest = sizes["max_len"] if work is None else work.longest_prompt
-        sizes = _gpu_shapes(sizes, asked, dp=dp, longest_prompt=longest) | sizes
+        has_large = longest >= _LONG_PROMPT and _takes_large_prefills(model)
+        sizes = _gpu_shapes(sizes, asked, dp=dp, has_large_prefill=has_large) | sizes
     config = EngineConfig(**sizes)
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
@@ -130,8 +131,18 @@ def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max
     return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
 
 
+def _takes_large_prefills(model: LoadedModel) -> bool:
+    """Whether a step may prefill several chunks of one prompt by default.
+
+    # WHY: dense models with full attention have run it on a GPU, in bfloat16 and INT8. Experts,
+    windows and linear attention have not.
+    """
+    config = model.config
+    return config.experts is None and not config.local_reach(model.profile.attention_block)
+
+
 def _gpu_shapes(
-    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, longest_prompt: int
+    sizes: Mapping[str, Any], asked: Mapping[str, Any], *, dp: int, has_large_prefill: bool
 ) -> dict[str, Any]:
     """What a GPU has beside the shapes of every engine; maybe a large prefill of one prompt."""
     batch_size, chunk = sizes["batch_size"], sizes["prefill_chunk"]
@@ -146,7 +157,7 @@ def _gpu_shapes(
     # as long as without it (8B shapes, H200, 2026-11).
     shapes["prefill_shapes"] = ((_PROMPTS_AT_ONCE, chunk),) * several + (
         (1, _PROMPTS_AT_ONCE * chunk),
-    ) * (longest_prompt >= _LONG_PROMPT)
+    ) * has_large_prefill
     return shapes
 
 

@@ -32,6 +32,7 @@ from detjax.engine.scheduling.workload import Workload
 from detjax.engine.trace import Trace
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
+from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.tokenizer_files import read_eos_id
@@ -400,7 +401,7 @@ def test_a_cache_that_fits_in_no_region_is_refused(toy, monkeypatch):
     monkeypatch.setattr(memory, "cache_bytes", lambda model, pages, *_, **__: pages * a_page)
     model = Mock(mesh=mesh, profile=toy.model.profile)
     memory.check_memory(model, EngineConfig(num_pages=12, max_len=8))
-    with pytest.raises(ValueError, match="PREALLOCATE=false one part of it has"):
+    with pytest.raises(ValueError, match="a region that XLA_PYTHON_CLIENT_PREALLOCATE=false"):
         memory.check_memory(model, EngineConfig(num_pages=13, max_len=8))
 
 
@@ -443,10 +444,11 @@ def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
         *,
         work: Workload | None = None,
         dp: int = 1,
+        config: ModelConfig = long,
     ) -> EngineConfig:
         monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
         model = dataclasses.replace(
-            toy.model, backend=Backend.SM90, config=long, mesh=make_mesh(dp, 1)
+            toy.model, backend=Backend.SM90, config=config, mesh=make_mesh(dp, 1)
         )
         return sizing.choose_sizes(model, asked, gpu_memory_utilization=0.9, work=work)
 
@@ -523,6 +525,13 @@ def test_a_long_prompt_has_a_larger_prefill(gpu, longest_prompt, batch_size, sha
     of_several = ((4, 512),) if batch_size > 1 else ()
     asked = {"batch_size": batch_size, "max_len": 8192}
     assert gpu(6000, asked).prefill_shapes == (*of_several, (1, 2048))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "qwen3_5", "mistral_window"])
+def test_only_dense_models_with_full_attention_have_the_larger_prefill(gpu, family):
+    asked = {"batch_size": 8, "max_len": 8192}
+    config = load_config(Path(__file__).parent / "golden" / "hf" / family)
+    assert gpu(6000, asked, config=config).prefill_shapes == ((4, 512),)
 
 
 def test_what_is_asked_for_wins_over_what_the_work_needs(gpu):

@@ -32,6 +32,8 @@ from detjax.proof.signing import SigningKey, read_public_key
 
 if TYPE_CHECKING:  # imports JAX
     from detjax.llm import LLM
+    from detjax.models.adapters.low_rank import Adapter
+    from detjax.models.config import ModelConfig
     from detjax.numerics import NumericsProfile
     from detjax.proof.identity import Identity
     from detjax.proof.receipt import Receipt
@@ -488,8 +490,8 @@ def _open(
     names = "batch_size", "prefill_chunk"
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     first, modules = receipts[0], options.read_lora_modules(args.lora_modules)
-    profile = NumericsProfile(**first.numerics["profile"])
-    rank, expert_rank = _adapter_ranks(folder, modules.values(), profile)
+    profile, config = NumericsProfile(**first.numerics["profile"]), load_config(folder)
+    adapters = _read_adapters(modules.values(), config, profile)
     llm = LLM(
         folder,
         backend=_backend_of(args, first),
@@ -498,36 +500,33 @@ def _open(
         profile=profile,
         cast_weights=_cast_option(first.model["weight_cast"]),
         quantized_weights=weights_option(first.model["quantization"]),
-        max_len=_max_len(receipts, load_config(folder).max_position_embeddings),
+        max_len=_max_len(receipts, config.max_position_embeddings),
         cache_dir=None,
         show_progress=not args.quiet,
-        enable_lora=bool(modules),
-        max_lora_rank=rank,
-        max_expert_lora_rank=expert_rank,
+        enable_lora=bool(adapters),
+        max_lora_rank=max([MAX_LORA_RANK, *(one.rank for one in adapters)]),
+        max_expert_lora_rank=max((one.expert_rank for one in adapters), default=0),
         **{"batch_size": None, "prefill_chunk": None, **asked, **given},
     )
-    _load_adapters(llm, receipts, list(modules.values()))
+    for adapter in adapters:
+        llm.engine.add_adapter(adapter)
+    _check_adapters(receipts, {adapter.sha256 for adapter in adapters})
     return llm
 
 
-def _adapter_ranks(
-    folder: Path, modules: Collection[Path], profile: "NumericsProfile"
-) -> tuple[int, int]:
-    """The highest rank of the adapters, and that of those of experts."""
+def _read_adapters(
+    folders: Collection[Path], config: "ModelConfig", profile: "NumericsProfile"
+) -> list["Adapter"]:
+    """The adapters of folders, of any rank."""
     from detjax.models.adapters.adapter import read_adapter
     from detjax.models.adapters.peft_config import MAX_RANK
-    from detjax.models.hf_config import load_config
 
-    config = load_config(folder)
     options = {"dtype": profile.param_dtype, "max_rank": MAX_RANK, "max_expert_rank": MAX_RANK}
-    adapters = [read_adapter(module, config, **options) for module in modules]
-    ranks = (one.rank for one in adapters)
-    return max([MAX_LORA_RANK, *ranks]), max((one.expert_rank for one in adapters), default=0)
+    return [read_adapter(folder, config, **options) for folder in folders]
 
 
-def _load_adapters(llm: "LLM", receipts: Sequence["Receipt"], folders: Sequence[Path]) -> None:
-    """Read the adapters, and see that they are those of the receipts."""
-    loaded = {llm.load_adapter(folder) for folder in folders}
+def _check_adapters(receipts: Sequence["Receipt"], loaded: Collection[str]) -> None:
+    """See that the adapters of receipts are among these hashes."""
     for number, receipt in enumerate(receipts, start=1):
         if receipt.adapter and receipt.adapter not in loaded:
             raise ValueError(

@@ -28,6 +28,18 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return made
 
 
+SMALL_MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+"""A config.json of a small mixture of experts."""
+
+
 def write_model_folder(
     folder: Path,
     config: Mapping[str, Any],

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from detjax import generate, replay
+from detjax import audit, generate, replay
 from detjax.cli.errors import InputError
 from detjax.cli.options import read_lora_modules
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.testing.adapters import write_adapter_folder
+from detjax.testing.folders import SMALL_MIXTURE, write_model_folder
 
 PROMPT = "The old house"
 
@@ -57,6 +58,27 @@ def test_prompts_have_adapters_of_their_own_and_are_the_same_in_other_runs(
     assert "0 receipts differ" in capsys.readouterr().out
     assert replay.main([*command, modules[0]]) == 2
     assert "receipt 2 was made with the adapter" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_receipts_of_adapters_of_experts_are_replayed_and_audited(capsys, tmp_path):
+    base = write_model_folder(tmp_path / "base", SMALL_MIXTURE)
+    adapter = write_adapter_folder(
+        tmp_path / "sea", load_config(base), seed=1, rank=4, has_experts=True
+    )
+    receipts, modules = tmp_path / "receipts.jsonl", ["--lora-modules", f"sea={adapter}"]
+    options = ["-m", str(base), "-p", PROMPT]
+    (plain,) = run(capsys, *options)
+    (adapted,) = run(
+        capsys, *options, *modules, "--max-expert-lora-rank", "4", "--receipts", str(receipts)
+    )
+    assert adapted["digest"] != plain["digest"] and len(adapted["adapter"]) == 64
+    for command in (replay, audit):
+        assert command.main([str(receipts), "--model", str(base), *modules]) == 0
+        assert "0 receipts differ" in capsys.readouterr().out
+    other = write_adapter_folder(tmp_path / "hill", load_config(base), seed=2, rank=4)
+    code = audit.main([str(receipts), "--model", str(base), "--lora-modules", f"sea={other}"])
+    assert code == 2 and "was made with the adapter" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -25,21 +25,12 @@ from detjax.testing import assert_order_sensitive
 from detjax.testing.adapters import random_adapter, write_adapter_folder
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model, mixed_requests
-from detjax.testing.folders import write_model_folder
+from detjax.testing.folders import SMALL_MIXTURE, write_model_folder
 
 from .test_answers import assert_same
 
 CONFIG = dummy_config(intermediate_size=128, experts=(8, 3), qk_norm=True)
 MAX_TOKENS, COUNT = 4, 8
-MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu",
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
 
 
 @cache
@@ -168,7 +159,7 @@ def test_control_products_that_are_rounded_on_the_way_give_other_bits(monkeypatc
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_folder_of_peft_answers_by_name_with_its_hash(tmp_path, is_fused):
     """A model and an adapter of files. The control: without it the answer is another."""
-    base = write_model_folder(tmp_path / "base", MIXTURE, scale=0.2)
+    base = write_model_folder(tmp_path / "base", SMALL_MIXTURE, scale=0.2)
     folder = write_adapter_folder(
         tmp_path / "adapter", load_config(base), seed=1, rank=4, has_experts=True, is_fused=is_fused
     )

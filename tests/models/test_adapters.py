@@ -255,6 +255,16 @@ def test_what_is_not_supported_of_experts_is_refused_by_name(tmp_path, changed, 
         read_experts(folder)
 
 
+def test_a_parameter_whose_side_is_no_matrix_is_refused(tmp_path):
+    folder = write_experts(tmp_path / "a", is_fused=True)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if ".experts." in name)
+    save_file(tensors | {name: np.ravel(tensors[name])}, path)
+    with pytest.raises(ValueError, match="has shapes .* the adapter is of another model"):
+        read_experts(folder)
+
+
 def test_experts_need_room_of_their_own(tmp_path):
     folder = write_experts(tmp_path / "a")
     with pytest.raises(ValueError, match="experts of rank 8, more than max_expert_lora_rank=0"):

@@ -160,7 +160,7 @@ def check_memory(
         wanted, where = a_device, "a device"
         free = stats.get("bytes_limit", a_device) - held_bytes(model)[devices[0]]
         if "bytes_limit" in stats and (largest := largest_buffer(stats)) < min(free, wanted):
-            free, where = largest, "with XLA_PYTHON_CLIENT_PREALLOCATE=false one part of it"
+            free, where = largest, "a region that XLA_PYTHON_CLIENT_PREALLOCATE=false leaves"
     if wanted > free:
         raise ValueError(
             f"a cache of {num_pages} pages takes {wanted / 2**30:.1f} GiB, and {where} has "

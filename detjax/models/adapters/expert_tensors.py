@@ -56,9 +56,8 @@ def split_parameter(
     """
     num_out, num_in = shape
     columns = rank * num_experts
-    sides = a.shape[1], b.shape[0]
-    is_of_model = sides in ((num_in, num_out), (num_out, num_in))
-    if (len(a), b.shape[1]) != (columns, columns) or not is_of_model:
+    fitting = [((columns, i), (o, columns)) for o, i in ((num_out, num_in), (num_in, num_out))]
+    if (a.shape, b.shape) not in fitting:
         raise ValueError(
             f"{where} has shapes {a.shape} and {b.shape}, and the base model and "
             f"adapter_config.json make it {(columns, num_in)} and {(num_out, columns)}; the "
@@ -72,6 +71,6 @@ def split_parameter(
         )
     rows = a.reshape(num_experts, rank, -1)
     columns = b.reshape(-1, rank, num_experts).transpose(2, 0, 1)
-    if sides == (num_in, num_out):
+    if (a.shape, b.shape) == fitting[0]:
         return rows, columns
     return columns.swapaxes(1, 2), rows.swapaxes(1, 2)

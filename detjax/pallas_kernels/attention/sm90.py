@@ -38,7 +38,7 @@ DECODE_CHANNELS = (64, 128, 256)
 BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
 MAX_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
 MAX_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
-MOST_NEW_TOKENS = 8  # of a sequence, that one launch rotates and attends from: a copy of code each
+MOST_NEW_TOKENS = 8  # of a sequence, that one launch rotates and attends from
 PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a cluster merges
 
 # What a decode step does in one launch; each changes no bit.
@@ -208,6 +208,8 @@ def decode_config(
     cluster = 0
     if query_len > 1:  # new tokens are merged in device memory
         fits = is_new and group * channels >= LANES and splits <= MAX_IN_CLUSTER and not is_wide
+        # No GPU has run windows on pages of float8 in one launch.
+        fits = fits and not reads_float8
     if fits and pairs <= NUM_SMS and not has_sinks:
         # A CTA a split, or a token to merge, as long as all CTAs are resident at once.
         cluster = 1

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.linear.sm90 import linear
 from detjax.pallas_kernels.lora.adapted import columns_of
-from detjax.pallas_kernels.moe.sm90 import expert_linear
 
 _VECTOR = 4
 """Neighbouring float32 of one thread: accesses of 16 bytes."""
@@ -84,13 +83,11 @@ def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
 def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
     """See `api.expert_lora_add`.
 
-    Numerics:
-        # ORDER: k16 block by k16 block of ranks in one f32 wgmma accumulator, then one addition.
-        # ROUND: once, to `out_dtype`.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    Raises:
+        NotImplementedError: Always: no product of experts keeps float32. `open_adapters` refuses
+            before it comes to this.
     """
-    added = expert_linear(h, experts, b, out_dtype=jnp.dtype(jnp.float32))
-    return add_where_not_zero(base, added, out_dtype=out_dtype)
+    raise NotImplementedError("adapters of experts are for backends reference and portable")
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "interpret"))
