@@ -571,7 +571,7 @@ def _check_choices(gpu_memory_utilization: float, generation_config: str) -> Non
         raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
 
 
-def _tokenizer_of(folder: Path, chat_template: str | None) -> Tokenizer:
+def _tokenizer_of(folder: Path, chat_template: str | Path | None) -> Tokenizer:
     """The tokenizer of a folder, with a template of its own if one is given."""
     tokenizer = Tokenizer.from_folder(folder)
     return tokenizer if chat_template is None else tokenizer.with_template(chat_template)

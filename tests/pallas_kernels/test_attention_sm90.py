@@ -281,6 +281,27 @@ def test_windows_inside_decode_have_the_bits_of_two_kernels(
     assert np.asarray(actual[0])[np.asarray(case.positions) >= 0].astype(np.float32).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [
+        ({}, 8),
+        ({"batch": 8}, 2),
+        ({"table_len": 36}, 0),  # nine splits
+        ({"reads_float8": True}, 0),
+        ({"has_sinks": True}, 0),
+        ({"channels": 256}, 0),
+        ({"is_new": False}, 0),
+    ],
+    ids=str,
+)
+def test_windows_have_one_launch_where_a_gpu_has_run_it(options, cluster):
+    asked: dict[str, Any] = {
+        "batch": 1, "query_len": 5, "kv_heads": 8, "group": 4, "channels": 128, "table_len": 32,
+        "per_split": 4, "is_new": True,
+    }  # fmt: skip
+    assert sm90.decode_config(**asked | options).cluster == cluster
+
+
 @pytest.mark.slow
 def test_new_tokens_whose_queries_have_other_angles_have_the_bits_of_two_kernels():
     plain = new_tokens([200, 0], kv_heads=2, group=4, channels=128, with_norm=False)
