@@ -131,7 +131,10 @@ class BatchOutput:
         self._done: dict[str, str] = {}
         if path.exists() and path.stat().st_size:
             if not skips_done:
-                raise ValueError(f"{path} is not empty; give --skip-done to go on with it")
+                raise ValueError(
+                    f"{path} is not empty; give another file to write to, or --skip-done to go on "
+                    "with these answers"
+                )
             self._done = _read_done(path, {line.custom_id for line in lines})
 
     @property

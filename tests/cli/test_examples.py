@@ -94,13 +94,12 @@ def needs_more(verb: str, argv: list[str]) -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with the files that the examples read."""
-    folder = tmp_path_factory.mktemp("examples")
+@pytest.fixture
+def place(tmp_path):
+    """A folder with the files that the examples of one command read."""
     for name, text in FILES.items():
-        (folder / name).write_text(text)
-    return folder
+        (tmp_path / name).write_text(text)
+    return tmp_path
 
 
 def run(words: list[str], digests: list[str]) -> int:

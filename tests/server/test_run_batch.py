@@ -116,7 +116,7 @@ def test_answers_have_the_order_of_the_input_and_a_file_is_gone_on_with(tmp_path
     assert rows[3]["response"] == {
         "status_code": 200, "request_id": "cmpl-3", "body": {"id": "cmpl-3"},
     }  # fmt: skip
-    with pytest.raises(ValueError, match="is not empty; give --skip-done to go on with it"):
+    with pytest.raises(ValueError, match="not empty; give another file to write to, or --skip"):
         BatchOutput(path, lines, skips_done=False)
     whole = path.read_text()
     path.write_text(whole[:-20])
