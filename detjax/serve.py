@@ -40,6 +40,7 @@ from detjax.cli.options import (
 )
 from detjax.cli.receipts import check_signing_key
 from detjax.engine.config import EngineConfig
+from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
 from detjax.server.options import (
@@ -347,7 +348,9 @@ def check_model_files(args: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--chat-template: {error}") from error
     check_model_option(args.model, args.revision)
-    read_lora_modules(args.lora_modules)
+    for name, folder in read_lora_modules(args.lora_modules).items():
+        with bad_input(f"--lora-modules {name}: "):
+            read_peft_config(folder)
     check_drafts(args.speculative_config, args.model, args.revision)
 
 

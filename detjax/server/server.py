@@ -16,7 +16,7 @@ from pathlib import Path
 import rich.console
 import uvicorn
 
-from detjax.cli.errors import OK
+from detjax.cli.errors import OK, bad_input
 from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import read_lora_modules
 from detjax.defaults import GPU_MEMORY_UTILIZATION
@@ -45,6 +45,13 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     Raises:
         ValueError, FileNotFoundError: As `LLM` says; if an option has no meaning here.
     """
+    llm = _load_llm(args, num_processes)
+    _make_ready(llm, compiles=not args.no_compile, hashes=num_processes == 1)
+    return llm
+
+
+def _load_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
+    """Load the model and allocate the cache."""
     keep_compiled_programs(args.cache_dir)
     asked = args.gpu_memory_utilization
     share = GPU_MEMORY_UTILIZATION if asked is None else asked
@@ -85,17 +92,22 @@ def open_llm(args: argparse.Namespace, num_processes: int = 1) -> LLM:
     LOG.info("%s", llm.config)
     if num_processes == 1:  # the others of a job would have to run the same
         llm.engine.explain_differences(partial(explain, model=llm.model))
+    return llm
+
+
+def _make_ready(llm: LLM, *, compiles: bool, hashes: bool) -> None:
+    """Compile programs, and hash weights for the model's identity."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         # WHY: what cannot be hashed on one GPU takes seconds, and compiling does not need it.
-        hashing = pool.submit(llm.identity) if num_processes == 1 else None
-        if not args.no_compile:
+        hashing = pool.submit(llm.identity) if hashes else None
+        if compiles:
             begin_s = time.perf_counter()
+            console = rich.console.Console(stderr=True)
             with show_progress("compiling", console, LOG.info, then="checking programs") as told:
                 llm.engine.compile(told)
             LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
         if hashing is not None:
             hashing.result()
-    return llm
 
 
 def warm(args: argparse.Namespace) -> str:
@@ -122,20 +134,24 @@ def open_model(args: argparse.Namespace, leader: Leader | None = None) -> Served
         ValueError, FileNotFoundError: As `open_llm` and `Leader.open` say.
     """
     key = None if args.sign is None else SigningKey(Path(args.sign))
-    llm = open_llm(args) if leader is None else leader.open(args, open_llm)
+    llm = _load_llm(args) if leader is None else leader.open(args, open_llm)
     config = llm.config
+    name = args.served_model_name or Path(config.name).name
+    engine = llm.engine if leader is None else leader.engine
+    adapters = None
+    if num_adapter_slots(llm.model):  # no job has any
+        adapters = ServedAdapters(engine, name)
+        for adapter_name, folder in read_lora_modules(args.lora_modules).items():
+            with bad_input(f"--lora-modules {adapter_name}: "):
+                adapters.load(adapter_name, folder)
+    if leader is None:
+        # WHY: now, as an adapter that is refused must not cost minutes of compiling.
+        _make_ready(llm, compiles=not args.no_compile, hashes=True)
     defaults = default_sampling(config.folder) if args.generation_config == "auto" else {}
     # OpenAI's API has a number of tokens of its own.
     defaults.pop("max_tokens", None)
     if defaults:
         LOG.info("sampling that a request leaves out (generation_config.json): %s", defaults)
-    name = args.served_model_name or Path(config.name).name
-    engine = llm.engine if leader is None else leader.engine
-    adapters = None
-    if num_adapter_slots(llm.model):
-        adapters = ServedAdapters(engine, name)
-        for adapter_name, folder in read_lora_modules(args.lora_modules).items():
-            adapters.load(adapter_name, folder)
     return ServedModel(
         name=name,
         engine=engine,

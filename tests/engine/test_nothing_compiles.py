@@ -21,8 +21,10 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.sampling.structured_output import StructuredOutput
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import LoadedModel
+from detjax.testing.adapters import random_adapter
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -149,6 +151,24 @@ def test_control_an_engine_that_was_not_prepared_compiles_while_requests_wait(mo
     with counted() as found:
         ask(made, np.random.default_rng(3), len(KINDS))
     assert found.count >= made.programs.num_compiled > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_compiled", "max_loras"), [(True, 3), (False, 5)])
+def test_the_first_request_of_an_adapter_compiles_nothing(is_compiled, max_loras):
+    """The control is an engine on stacks of another shape that was not told to compile."""
+    sizes = AdapterSizes(max_loras=max_loras, max_lora_rank=128)
+    room = open_adapters(model(), sizes)
+    made = Engine(room, EngineConfig(batch_size=2, prefill_chunk=32, max_len=MAX_LEN))
+    if is_compiled:
+        made.compile()
+    adapter = random_adapter(room.config, seed=1, rank=4)
+    with counted() as found:
+        made.add_request((3, 5), SamplingParams(max_tokens=4), adapter=made.add_adapter(adapter))
+        *_, output = made.drain()
+    assert output.finish_reason is FinishReason.LENGTH
+    assert (found.names == []) is is_compiled
+    assert any("install" in name for name in found.names) is not is_compiled, found.names
 
 
 @pytest.mark.slow

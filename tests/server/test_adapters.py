@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 import detjax
-from detjax import audit
+from detjax import audit, serve
+from detjax.engine.engine import Engine
 from detjax.models.bundled import bundled_model_path
 from detjax.models.hf_config import load_config
 from detjax.proof.receipt import Receipt
@@ -35,6 +36,7 @@ def root(tmp_path_factory) -> Path:
     for seed, name in enumerate(("allowed/sea", "allowed/hill", "outside")):
         write_adapter_folder(root / name, config, seed=seed, rank=4)
     write_adapter_folder(root / "allowed" / "dora", config, seed=9, rank=4, use_dora=True)
+    write_adapter_folder(root / "wide", config, seed=9, rank=32)
     return root
 
 
@@ -227,3 +229,20 @@ def test_receipts_name_the_adapter_and_an_audit_needs_its_folder(server, root, t
     swapped = {key: v for key, v in receipts[0].request.items() if key != "adapter"}
     file.write_text(dataclasses.replace(receipts[0], request=swapped).to_json() + "\n")
     assert audit.main(command) == 3, "the model alone answers otherwise"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [("wide", "rank 32, more than max_lora_rank=16"), ("allowed/dora", "use_dora=True")],
+)
+def test_a_server_that_refuses_an_adapter_has_compiled_nothing(
+    root, monkeypatch, capsys, folder, says
+):
+    def compile(*args, **kwargs):
+        raise AssertionError("a refused adapter must not cost minutes")
+
+    monkeypatch.setattr(Engine, "compile", compile)
+    modules = ["--lora-modules", f"sea={root / folder}"]
+    assert serve.main(["--port", "0", "--cache-dir", "none", *modules]) == 2
+    assert f"--lora-modules sea: {root}" in (said := capsys.readouterr().err) and says in said

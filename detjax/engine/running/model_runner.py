@@ -244,6 +244,7 @@ class ModelRunner:
     ) -> None:
         """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
         self._ready.compile(progress, requests)
+        self._adapters.compile()
 
     def run_check(
         self, key: ProgramKey, slots, sampling, *host, choice: tuple[bool, int] | None = None

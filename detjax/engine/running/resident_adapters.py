@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.requests.sequence import Sequence
 from detjax.engine.running.device_arrays import BY_ROW
+from detjax.models.adapters.low_rank import Adapter
 from detjax.models.adapters.program import ADAPTERS, SLOTS
 from detjax.models.adapters.stack import install_adapter
 from detjax.models.loading import LoadedModel
@@ -47,6 +48,11 @@ class ResidentAdapters:
         sharding = NamedSharding(self._model.mesh, BY_ROW)
         # WHY: a copy, as a CPU device may hold the very memory, which changes.
         return jax.device_put(self._of_sequences.flatten(), sharding)
+
+    def compile(self) -> None:
+        """Compile what puts an adapter into a slot, so that no request waits for it."""
+        if ADAPTERS in self._model.params and not self._in_slot:
+            install_adapter(self._model, Adapter.of({}), slot=0)  # which is empty as it is
 
     def bring(self, seq: Sequence) -> None:
         """Put the adapter of an admitted sequence into its slot, if it is not there already."""
