@@ -17,6 +17,10 @@ import torch
 import transformers
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+JOINED_MLP = [*ALL[:4], "gate_up_proj", "down_proj"]
+JOINED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+SEPARATE_LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+JOINED_LINEAR = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "few": ("llama31", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
     "all": (
@@ -65,6 +69,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "lora_alpha": 4,
             "target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"],
         },
+    ),
+    # Models whose modules the decoder reads otherwise, or whose layers are others.
+    "joined_pairs": ("glm", {"r": 4, "lora_alpha": 8, "target_modules": JOINED_MLP}),
+    "joined": ("phi4_longrope", {"r": 4, "lora_alpha": 8, "target_modules": JOINED}),
+    "pairs": ("ernie4_5", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    "share_rotated": ("glm4_moe", {"r": 4, "lora_alpha": 8, "target_modules": ALL[:4]}),
+    "norms_both": ("gemma3", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    "norms_after": ("olmo3", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    "sinks": ("gpt_oss_bfloat16", {"r": 4, "lora_alpha": 8, "target_modules": ALL[:4]}),
+    "linear_attention": (
+        "qwen3_5",
+        {"r": 4, "lora_alpha": 8, "target_modules": [*ALL, *SEPARATE_LINEAR]},
+    ),
+    "linear_attention_joined": (
+        "qwen3_next",
+        {"r": 4, "lora_alpha": 8, "target_modules": [*ALL[:4], *JOINED_LINEAR]},
     ),
 }
 EXPERT_MODULES = ("expert_modules",)
@@ -129,8 +149,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     for seed, (case, (base, _)) in enumerate(CASES.items()):
+        if case not in args.cases:
+            continue
         folder = args.out / case
         folder.mkdir(parents=True, exist_ok=True)
         if case in EXPERT_MODULES:

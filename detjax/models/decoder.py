@@ -17,6 +17,7 @@ from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
+    adapted_linear,
     added_rows,
     angles_of,
     attend,
@@ -37,6 +38,7 @@ from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.softcap.api import softcap
 from detjax.parallel.exchange import Exchange
@@ -119,9 +121,11 @@ class CanonicalOps:
     def _projected(self, weights: dict, name: str, stream: Stream) -> tuple[jax.Array, Stream]:
         """A product of the normalised rows, which the stream has then."""
         ctx = self.ctx
-        stream = added_rows(ctx, stream, weights["attn_norm"])
+        stream, w = added_rows(ctx, stream, weights["attn_norm"]), weights[name]
+        if isinstance(w, AdaptedMatrix):
+            return adapted_linear(ctx, stream.x, w, None), stream
         dtype = ctx.profile.activation_dtype
-        return linear(stream.x, weights[name], out_dtype=dtype, backend=ctx.backend), stream
+        return linear(stream.x, w, out_dtype=dtype, backend=ctx.backend), stream
 
     def _attend_linearly(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Read the states behind the new tokens. In the last layer of those wanted."""

@@ -184,7 +184,7 @@ def project(
     w, bias = weights["qkv"], weights.get("qkv_bias")
     options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
     if isinstance(w, AdaptedMatrix):
-        stream = added_rows(ctx, stream, weights["attn_norm"])
+        stream = added_rows(ctx, stream, weights.get("attn_norm"))
         qkv = adapted_linear(ctx, stream.x, w, bias)
     elif x is not None:
         qkv = linear(x, w, bias, **options)
@@ -351,8 +351,10 @@ def gated_layer(
 ) -> Activation[Array, "M f"]:
     """The feed-forward layer up to its row-parallel product; `x` as in `Stream`."""
     if isinstance(weights["gate_up"], AdaptedMatrix):
-        rows = final_rows(ctx, residual, x, weights["mlp_norm"])
-        return swiglu(adapted_linear(ctx, rows, weights["gate_up"], None), backend=ctx.backend)
+        rows = final_rows(ctx, residual, x, weights.get("mlp_norm"))
+        gate_up = adapted_linear(ctx, rows, weights["gate_up"], None)
+        gated = geglu if ctx.config.gating is Gating.GEGLU else swiglu
+        return gated(gate_up, backend=ctx.backend)
     if ctx.config.gating is Gating.GEGLU:
         x = final_rows(ctx, residual, x, weights["mlp_norm"])
         gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=ctx.backend)
@@ -445,7 +447,7 @@ def mix_experts(
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
     y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
     # The products of adapters that follow take every row of the residual stream.
-    has_adapters = isinstance(weights.get("o"), AdaptedMatrix)
+    has_adapters = any(isinstance(w, AdaptedMatrix) for w in weights.values())
     if tp > 1 and is_scattered(x.shape[0], tp) and not has_adapters:
         added = scatter_experts_add_rms_norm(
             y, expert_weights, residual, gain, TP_AXIS, tp, eps=eps, backend=backend
@@ -565,12 +567,13 @@ def _adapted_expert_linear(
     return expert_lora_add(base, h, experts, w.stack.b, out_dtype=dtype, backend=ctx.backend)
 
 
-def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"]) -> Stream:
-    """The stream, added up, and its normalised rows."""
+def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"] | None) -> Stream:
+    """The stream, added up, and its normalised rows; `gain` is of those that are still to be."""
     residual, x = stream
     options: dict = {"eps": ctx.config.rms_norm_eps, "backend": ctx.backend}
     if x is not None:
         return stream
+    assert gain is not None  # rows that are still to be normalised have one
     if isinstance(residual, UnaddedExperts):
         y, weights = residual.y, residual.weights
         return Stream(*combine_experts_add_rms_norm(y, weights, residual.residual, gain, **options))
@@ -581,7 +584,7 @@ def final_rows(
     ctx: ForwardContext,
     residual: Activation[Array, "m D"] | UnaddedExperts,
     x: Activation[Array, "M D"] | None,
-    gain: Activation[Array, " D"],
+    gain: Activation[Array, " D"] | None,
 ) -> Activation[Array, "M D"]:
     """The normalised rows that lm_head or a router takes; both as in `Stream`."""
     return added_rows(ctx, Stream(residual, x), gain).x
@@ -756,7 +759,7 @@ def row_parallel_norm(
 def row_parallel_norm_add(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
-    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix,
+    w: Activation[Array, "D i"] | QuantizedMatrix | W8A8Matrix | AdaptedMatrix,
     residual: Activation[Array, "M D"],
     bias: Activation[Array, " D"] | None,
     gains: AfterGains,

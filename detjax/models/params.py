@@ -349,6 +349,9 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")
 """Matrices of a layer's experts."""
 
+ADAPTED_MATRICES = (*MATRICES, "attn_gate", "linear_in", "linear_o")
+"""Matrices of a layer that may have adapters, but for those of experts."""
+
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
     """The letters of `array_types`; "HC" and "KC" are heads times channels, "XF" an expert's F.
@@ -709,6 +712,16 @@ def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
         if num_zeros:
             parts.append(jnp.zeros((num_zeros, *spec.shape[1:]), tensor.dtype))
     return jnp.concatenate(parts)
+
+
+def stored_on_host(tensor: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """`stored_rows` without a device, of any number of columns."""
+    if not spec.is_rearranged:
+        return tensor
+    out = np.zeros((spec.shape[0], *tensor.shape[1:]), tensor.dtype)
+    for run in spec.runs:
+        out[run.start : run.start + run.num_rows] = tensor[run.source : run.source + run.num_rows]
+    return out
 
 
 def checkpoint_rows(stored: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
-from detjax.models.adapters.adapter import ADAPTED, PEFT_PREFIX, WEIGHTS_NAME, check_can_adapt
+from detjax.models.adapters.adapter import ADAPTED, PEFT_PREFIX, WEIGHTS_NAME, why_unproven
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import CONFIG_NAME, MAX_RANK
 from detjax.models.config import ModelConfig
@@ -76,7 +76,11 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
     Raises:
         ValueError: If the model cannot have adapters.
     """
-    check_can_adapt(config)
+    if what := why_unproven(config):
+        raise ValueError(
+            f"training of adapters of a model with {what} is not supported; train its weights, or "
+            "an adapter with PEFT, which is served"
+        )
     if config.experts is not None:
         raise ValueError(
             "training of adapters of a model with mixtures of experts is not supported; train its "
@@ -89,7 +93,10 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
 
     layers = tensor_specs(config, tp=1, vocab_block=1)["layers"]
     return {
-        "layers": [{name: shapes(*layer[name].hf_shape) for name in ADAPTED} for layer in layers]
+        "layers": [
+            {name: shapes(*of.hf_shape) for name, of in layer.items() if name in ADAPTED}
+            for layer in layers
+        ]
     }
 
 
@@ -104,7 +111,12 @@ def adapter_partitions(layers: list[dict[str, Any]]) -> dict[str, Any]:
         outputs, inputs = (*matrix, None, None)[:2]
         return {"a": P(None, inputs), "b": P(outputs, None)}
 
-    return {"layers": [{name: partitions(layer[name]) for name in ADAPTED} for layer in layers]}
+    return {
+        "layers": [
+            {name: partitions(matrix) for name, matrix in layer.items() if name in ADAPTED}
+            for layer in layers
+        ]
+    }
 
 
 def first_adapter(config: ModelConfig, lora: LoraConfig, *, seed: int) -> dict[str, Any]:

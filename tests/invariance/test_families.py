@@ -18,11 +18,14 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.adapters.low_rank import Adapter
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.hf_config import load_config
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal, assert_order_sensitive
+from detjax.testing.adapters import random_adapter
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_model
 from detjax.testing.jaxpr_rules import float_arithmetic_outside_kernels
@@ -198,3 +201,61 @@ def test_control_an_order_by_company_is_seen(monkeypatch):
     with pytest.raises(AssertionError, match="olmo3 with the fault"):
         got = Engine(model("olmo3"), config).generate(requests())
         assert_same(got, want, "olmo3 with the fault")
+
+
+ADAPTED = quick_and_slow(
+    ["qwen3_5"], ["olmo3", "gemma3", "glm", "glm4_moe", "gpt_oss", "qwen3_next"]
+)
+"""Linear attention; norms after; norms before and after, GELU; joined rows and pairs; a share of
+channels rotated, a router of sigmoids; sinks and clamps; joined rows and experts."""
+
+
+@cache
+def adapters(case: str) -> tuple[Adapter, ...]:
+    config = model(case).config
+    return tuple(random_adapter(config, seed=i, rank=rank) for i, rank in enumerate((3, 16)))
+
+
+def with_room(case: str, config: EngineConfig, dp: int = 1, tp: int = 1) -> Engine:
+    """An engine that knows both adapters."""
+    made = Engine(open_adapters(model(case, dp, tp), AdapterSizes(max_loras=2)), config)
+    for adapter in adapters(case):
+        made.add_adapter(adapter)
+    return made
+
+
+def adapted_requests(case: str) -> list[Request]:
+    """Two of three have an adapter."""
+    names = [*(adapter.sha256 for adapter in adapters(case)), ""]
+    return [dataclasses.replace(one, adapter=names[i % 3]) for i, one in enumerate(requests())]
+
+
+@cache
+def adapted_alone(case: str) -> list[Completion]:
+    return with_room(case, engine_sizes(1)).generate(adapted_requests(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_in_a_batch_and_on_a_mesh_change_nothing(case):
+    """Rows without one have the bits of a model without room for any."""
+    asked, want = adapted_requests(case), adapted_alone(case)
+    for with_one, without, request in zip(want, alone(case), asked, strict=True):
+        is_same = with_one.digest() == without.digest()
+        assert is_same is not bool(request.adapter), f"{case}: request {with_one.request_idx}"
+    engine = with_room(case, engine_sizes(8, 48))
+    assert_same(engine.generate(asked), want, f"{case} in a batch")
+    assert_same(engine.generate(asked[::-1])[::-1], want, f"{case} from the cache")
+    on_ranks = with_room(case, engine_sizes(4), tp=4)
+    assert_same(on_ranks.generate(asked), want, f"{case} on four ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_an_order_by_company_is_seen_with_adapters(monkeypatch):
+    want = adapted_alone("qwen3_5")
+    order_by_company(monkeypatch, canonical_rows=64)
+    config = dataclasses.replace(engine_sizes(8, 48), self_check="off")
+    with pytest.raises(AssertionError, match="with the fault"):
+        got = with_room("qwen3_5", config).generate(adapted_requests("qwen3_5"))
+        assert_same(got, want, "with the fault")

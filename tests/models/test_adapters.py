@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from detjax.engine.running.device_arrays import empty_pages
-from detjax.models.adapters.adapter import check_can_adapt, read_adapter
+from detjax.models.adapters.adapter import read_adapter
 from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.adapters.program import ADAPTERS, SLOTS, adapters_of, with_adapters
 from detjax.models.adapters.stack import (
@@ -56,7 +56,8 @@ def test_logits_are_as_close_to_float64_as_those_of_peft(case, dtype):
         str(base), profile=profile, mesh=make_mesh(1, 1),
         backend=cpu_backend(load_config(base), profile),
     )  # fmt: skip
-    expert_rank = 16 if model.config.experts else 0
+    config = model.config
+    expert_rank = 16 if config.experts and not config.has_clamped_experts else 0
     model = open_adapters(model, AdapterSizes(max_loras=3, max_expert_lora_rank=expert_rank))
     model.params[ADAPTERS][SLOTS] = jnp.full(1, -1, jnp.int32)
     adapter = read_adapter(
@@ -70,7 +71,8 @@ def test_logits_are_as_close_to_float64_as_those_of_peft(case, dtype):
     errors = np.abs(np.asarray(logits) - reference).max(axis=(1, 2))
     allowed = facts[f"max_abs_{dtype}_minus_float64"] * (2 if dtype == "bfloat16" else 4)
     assert errors[0] <= allowed
-    assert errors[1] > 0.9 * facts["max_abs_without_adapter"] > 10 * allowed
+    least = 3 if dtype == "bfloat16" else 10_000
+    assert errors[1] > 0.9 * facts["max_abs_without_adapter"] > least * allowed
     jax.clear_caches()
 
 
@@ -171,6 +173,43 @@ def test_modules_are_chosen_as_peft_chooses_them(tmp_path):
     assert by_pattern.is_target(path.format(0, "q")) and not by_pattern.is_target(up)
 
 
+def test_an_adapter_of_a_model_that_sees_images_is_that_of_its_decoder(tmp_path):
+    """Names as PEFT saves them of `Qwen3_5ForConditionalGeneration`, by a list and by a pattern."""
+    golden, config = GOLDENS / "peft" / "linear_attention", load_config(GOLDENS / "hf" / "qwen3_5")
+    want = read_adapter(golden, config, dtype=BF16, max_rank=16)
+    values = json.loads((golden / "adapter_config.json").read_text())
+    tensors = load_file(golden / "adapter_model.safetensors")
+    inner = "base_model.model.model."
+    longer = {
+        inner + "language_model." + name.removeprefix(inner): value
+        for name, value in tensors.items()
+    }
+    last = "|".join(values["target_modules"])
+    for targets in (values["target_modules"], rf"model\.language_model\..*\.({last})"):
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps(values | {"target_modules": targets})
+        )
+        save_file(longer, tmp_path / "adapter_model.safetensors")
+        assert read_adapter(tmp_path, config, dtype=BF16, max_rank=16).sha256 == want.sha256
+    image = next(iter(tensors.values()))
+    save_file(
+        longer | {f"{inner}visual.a.lora_A.weight": image}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"holds 'base_model.model.model.visual.a.lora_A.weight'"):
+        read_adapter(tmp_path, config, dtype=BF16, max_rank=16)
+
+
+def test_sm90_refuses_families_that_no_gpu_has_run():
+    for case, what in (
+        ("qwen3_5", "linear attention"), ("olmo3", "norms behind its products"),
+        ("glm4_moe", "rows that the decoder reads in another order"),
+    ):  # fmt: skip
+        config = load_config(GOLDENS / "hf" / case)
+        model = dataclasses.replace(dummy_model(CONFIG), backend=Backend.SM90, config=config)
+        with pytest.raises(ValueError, match=rf"{what} on backend sm90 .* no GPU has run them"):
+            open_adapters(model, AdapterSizes())
+
+
 def test_sizes_fill_whole_blocks_of_columns():
     sizes = AdapterSizes(max_loras=3, max_lora_rank=24)
     assert (sizes.rank, sizes.num_slots) == (32, 4)
@@ -190,9 +229,9 @@ def test_room_for_experts_needs_experts_and_kernels():
     experts = dataclasses.replace(dummy_model(EXPERTS), backend=Backend.SM90)
     with pytest.raises(ValueError, match=r"experts on backend sm90 .* rounded before an adapter"):
         open_adapters(experts, AdapterSizes(max_expert_lora_rank=8))
-    gpt_oss = load_config(GOLDENS / "hf" / "gpt_oss")
-    with pytest.raises(ValueError, match="biases and a clamp in its experts"):
-        check_can_adapt(gpt_oss)
+    clamped = dataclasses.replace(dummy_model(EXPERTS), config=load_config(GOLDENS / "hf/gpt_oss"))
+    with pytest.raises(ValueError, match="experts with biases and a clamp are not supported"):
+        open_adapters(clamped, AdapterSizes(max_expert_lora_rank=8))
 
 
 EXPERTS = dummy_config(experts=(4, 2))

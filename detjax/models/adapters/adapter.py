@@ -20,20 +20,22 @@ from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import ALL_LINEAR, CONFIG_NAME, PeftConfig, read_peft_config
 from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.models.params import (
+    ADAPTED_MATRICES,
     EXPERT_MATRICES,
-    MATRICES,
     TENSORS_OF,
     TensorSpec,
     tensor_specs,
 )
+from detjax.models.registry import family_named
 from detjax.models.weights.dtypes import check_conversion, converted
 from detjax.models.weights.files import StoredTensor, open_file
+from detjax.models.weights.reading import Reading, readings
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT's, before the name of a module of the base model."""
 
-ADAPTED = tuple(name for matrix in MATRICES for name in TENSORS_OF[matrix])
+ADAPTED = tuple(name for matrix in ADAPTED_MATRICES for name in TENSORS_OF[matrix])
 """Tensors of a layer that may have an adapter, but for those of experts."""
 
 ADAPTED_EXPERTS = tuple(name for matrix in EXPERT_MATRICES for name in TENSORS_OF[matrix])
@@ -43,28 +45,32 @@ type Key = tuple[int, str]
 """Layer and name of a tensor, as in `Adapter.tensors`."""
 
 
-def check_can_adapt(config: ModelConfig) -> None:
-    """Refuse a model whose layers cannot have adapters.
-
-    Raises:
-        ValueError: Naming what the model has.
-    """
+def why_unproven(config: ModelConfig) -> str:
+    """What a model has with which no GPU has run adapters; empty if it has nothing of it."""
     layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
-    names = [layer[name].hf_name for name in ADAPTED if name in layer]
-    ropes = (config.rope, *config.other_ropes)
-    unsupported = {
+    plan = readings(config, jnp.dtype(jnp.bfloat16))
+    matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
+    facts = {
         "biases and a clamp in its experts": config.has_clamped_experts,
-        "norms behind its products": config.norms is not NormPlacement.BEFORE,
         "linear attention": config.linear_attention is not None,
+        "norms behind its products": config.norms is not NormPlacement.BEFORE,
         "gates by GELU": config.gating is not Gating.SWIGLU,
-        "rotary pairs of neighbouring channels": any(rope.is_interleaved for rope in ropes),
-        "several projections in one tensor": len(set(names)) < len(names),
+        "rows that the decoder reads in another order": any(name in plan for name in matrices),
     }
-    for what, is_there in unsupported.items():
-        if is_there:
-            raise ValueError(
-                f"adapters of a model with {what} are not supported; leave enable_lora out"
-            )
+    return next((what for what, is_there in facts.items() if is_there), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """A tensor of the decoder that has rows of a linear module of the base model.
+
+    Attributes:
+        key: Of the tensor.
+        order: Which row of the module each of its rows is.
+    """
+
+    key: Key
+    order: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +78,13 @@ class _Module:
     """A linear module of the base model.
 
     Attributes:
-        key: Of its tensor.
-        spec: Likewise.
+        shape: Outputs and inputs.
+        parts: The tensors that are made of its rows.
         expert: Which expert's it is; None if it is of no expert.
     """
 
-    key: Key
-    spec: TensorSpec
+    shape: tuple[int, int]
+    parts: tuple[_Rows, ...]
     expert: int | None
 
 
@@ -117,42 +123,27 @@ def read_adapter(
     Numerics:
         float32 to bfloat16 rounds once, to nearest, ties to even. float16 is refused with bfloat16.
     """
-    check_can_adapt(config)
     peft = read_peft_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS_NAME}; save the adapter with safe_serialization=True"
         )
-    modules = _targets(folder, peft, config)
-    parameters = _target_parameters(folder, peft, config)
-    if not modules and not parameters:
-        raise ValueError(
-            f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
-            f"module of this model, whose layers have {', '.join(_last_names(config))}; the "
-            "adapter is of another model"
-        )
     ranks = _Ranks(folder=folder, peft=peft, most=max_rank, most_of_experts=max_expert_rank)
     with contextlib.ExitStack() as stack:
         stored = {name: (tensor, f"{name!r} in {path}") for name, tensor in open_file(path, stack)}
+        base = _BaseModel(config=config, prefix=_prefix_in(config, stored))
+        modules, parameters = _targets(folder, peft, base), _target_parameters(folder, peft, base)
+        if not modules and not parameters:
+            raise ValueError(
+                f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
+                f"module of this model, whose layers have {', '.join(base.last_names)}; the "
+                "adapter is of another model"
+            )
         modules = _without_absent_experts(modules, stored)
         _check_names(path, stored, [*modules, *parameters])
         sides = _Sides(stored=stored, dtype=dtype)
-        tensors = {}
-        of_experts: dict[Key, dict[int, LowRank]] = defaultdict(dict)
-        for name, module in modules.items():
-            rank = ranks.of(name, module.expert is not None)
-            num_out, num_in = module.spec.hf_shape
-            a = sides.read(name, "A", (rank, num_in))
-            b = sides.read(name, "B", (num_out, rank))
-            one = LowRank(a=a, b=b, scale=peft.scale_of(name))
-            if module.expert is None:
-                tensors[module.key] = one
-            else:
-                of_experts[module.key][module.expert] = one
-        for (layer, name), found in of_experts.items():
-            num_experts = config.experts.num_experts if config.experts else 0
-            tensors[layer, name] = _stacked(found, num_experts, f"layer {layer} of {path}")
+        tensors = _of_modules(sides, modules, ranks, config)
         for name, parameter in parameters.items():
             tensors |= _of_parameter(sides, name, parameter, ranks)
     return Adapter.of(tensors)
@@ -200,6 +191,28 @@ def _stacked(found: Mapping[int, LowRank], num_experts: int, where: str) -> LowR
     return LowRank(a=a, b=b, scale=first.scale)
 
 
+def _of_modules(
+    sides: "_Sides", modules: Mapping[str, _Module], ranks: _Ranks, config: ModelConfig
+) -> dict[Key, LowRank]:
+    """The adapters of modules, as those of the tensors that are made of their rows."""
+    tensors: dict[Key, LowRank] = {}
+    of_experts: dict[Key, dict[int, LowRank]] = defaultdict(dict)
+    for name, module in modules.items():
+        rank = ranks.of(name, module.expert is not None)
+        num_out, num_in = module.shape
+        a, b = sides.read(name, "A", (rank, num_in)), sides.read(name, "B", (num_out, rank))
+        for part in module.parts:
+            one = LowRank(a=a, b=b[part.order], scale=ranks.peft.scale_of(name))
+            if module.expert is None:
+                tensors[part.key] = one
+            else:
+                of_experts[part.key][module.expert] = one
+    for (layer, name), found in of_experts.items():
+        num_experts = config.experts.num_experts if config.experts else 0
+        tensors[layer, name] = _stacked(found, num_experts, f"layer {layer} of {ranks.folder}")
+    return tensors
+
+
 def _of_parameter(
     sides: "_Sides", name: str, parameter: _Parameter, ranks: _Ranks
 ) -> dict[Key, LowRank]:
@@ -220,27 +233,86 @@ def _of_parameter(
     }
 
 
-def _modules(config: ModelConfig) -> Iterator[tuple[str, _Module]]:
-    """Each linear module of the layers that may have an adapter, by its name in the base model."""
-    for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
-        for name in (*ADAPTED, *ADAPTED_EXPERTS):
-            if name not in layer:
-                continue
-            spec = layer[name]
-            for expert, hf_name in enumerate(spec.hf_names):
-                yield (
-                    hf_name.removesuffix(".weight"),
-                    _Module(key=(i, name), spec=spec, expert=expert if spec.num_experts else None),
-                )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BaseModel:
+    """The modules of a base model, by the names that an adapter has for them.
+
+    Attributes:
+        config: Of the model.
+        prefix: What stands before "layers." there.
+    """
+
+    config: ModelConfig
+    prefix: str
+
+    @property
+    def layers(self) -> list[dict[str, TensorSpec]]:
+        """The tensors of each layer, as the decoder has them."""
+        return tensor_specs(self.config, tp=1, vocab_block=1)["layers"]
+
+    def named(self, module: str) -> str:
+        """The adapter's name of a module or a tensor."""
+        name = module.removesuffix(".weight")
+        return self.prefix + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
+
+    @property
+    def modules(self) -> dict[str, _Module]:
+        """Each linear module of the layers that may have an adapter."""
+        plan, found = readings(self.config, jnp.dtype(jnp.bfloat16)), {}
+        for i, layer in enumerate(self.layers):
+            for name in (*ADAPTED, *ADAPTED_EXPERTS):
+                if name not in layer:
+                    continue
+                spec = layer[name]
+                num_out, num_in = spec.hf_shape
+                for expert, hf_name in enumerate(spec.hf_names):
+                    reading = plan.get(hf_name) or Reading(
+                        name=hf_name, source=hf_name, source_rows=num_out, start=0, num_rows=num_out
+                    )
+                    if not isinstance(reading, Reading):
+                        continue  # one tensor holds all experts, and no module is of one of them
+                    module = self.named(reading.source)
+                    before = found[module].parts if module in found else ()
+                    found[module] = _Module(
+                        shape=(reading.source_rows, num_in),
+                        parts=(*before, _Rows(key=(i, name), order=reading.order)),
+                        expert=expert if spec.num_experts else None,
+                    )
+        return found
+
+    @property
+    def last_names(self) -> list[str]:
+        """What modules are called in their layers."""
+        return list(dict.fromkeys(name.rpartition(".")[2] for name in self.modules))
+
+    @property
+    def unsupported(self) -> Iterator[str]:
+        """Modules without a place for an adapter: of the model, of routers and shared experts."""
+        yield from ("lm_head", self.named("model.embed_tokens"))
+        for layer in self.layers:
+            for name in (*TENSORS_OF["router"], *_OF_SHARED_EXPERTS):
+                if name in layer:
+                    yield self.named(layer[name].hf_name)
 
 
-def _unsupported(config: ModelConfig) -> Iterator[str]:
-    """Modules that have no place for an adapter: of the model, of routers and of shared experts."""
-    yield from ("lm_head", "model.embed_tokens")
-    for layer in tensor_specs(config, tp=1, vocab_block=1)["layers"]:
-        for name in (*TENSORS_OF["router"], *_OF_SHARED_EXPERTS):
-            if name in layer:
-                yield layer[name].hf_name.removesuffix(".weight")
+_PREFIX = "model."
+"""What stands before "layers." in names of the decoder's tensors."""
+
+
+def _prefix_in(config: ModelConfig, stored: Mapping[str, object]) -> str:
+    """What stands before "layers." in an adapter's names of modules.
+
+    It is longer where PEFT had a model that has the decoder among other parts.
+    """
+    family = family_named(config.family)
+    wrapper = None if family is None else family.wrapper
+    longer = (
+        [] if wrapper is None else [outer for outer, own in wrapper.names.items() if own == _PREFIX]
+    )
+    begins = (
+        outer for outer in longer if any(name.startswith(PEFT_PREFIX + outer) for name in stored)
+    )
+    return next(begins, _PREFIX)
 
 
 _OF_SHARED_EXPERTS = tuple(
@@ -250,15 +322,15 @@ _OF_SHARED_EXPERTS = tuple(
 )
 
 
-def _targets(folder: Path, peft: PeftConfig, config: ModelConfig) -> dict[str, _Module]:
+def _targets(folder: Path, peft: PeftConfig, base: _BaseModel) -> dict[str, _Module]:
     """The modules that have an adapter."""
-    for module in _unsupported(config):
+    for module in base.unsupported:
         if peft.is_target(module) and peft.target_modules != ALL_LINEAR:
             raise ValueError(
                 f"{folder / CONFIG_NAME} targets {module!r}, and adapters of it are not supported; "
                 "train without it"
             )
-    return {name: module for name, module in _modules(config) if peft.is_target(name)}
+    return {name: module for name, module in base.modules.items() if peft.is_target(name)}
 
 
 def _without_absent_experts(
@@ -275,15 +347,13 @@ def _without_absent_experts(
     return {name: module for name, module in modules.items() if module.expert is None}
 
 
-def _target_parameters(
-    folder: Path, peft: PeftConfig, config: ModelConfig
-) -> dict[str, _Parameter]:
+def _target_parameters(folder: Path, peft: PeftConfig, base: _BaseModel) -> dict[str, _Parameter]:
     """The parameters of experts that have an adapter, by what PEFT calls it."""
     targets, matched = {}, set()
-    for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
+    for i, layer in enumerate(base.layers):
         if ADAPTED_EXPERTS[0] not in layer:
             continue
-        module = parameter_module(i)
+        module = base.named(parameter_module(i))
         paths = {name: f"{module}.{name}" for name in TENSORS}
         chosen = [name for name, path in paths.items() if peft.is_target_parameter(path)]
         for name, wrapped in wrapped_names(module, chosen).items():
@@ -297,10 +367,6 @@ def _target_parameters(
             "supported; train without it"
         )
     return targets
-
-
-def _last_names(config: ModelConfig) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _modules(config)))
 
 
 def _side(module: str, side: str) -> str:

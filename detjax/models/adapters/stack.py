@@ -19,20 +19,21 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
-from detjax.models.adapters.adapter import check_can_adapt
+from detjax.models.adapters.adapter import why_unproven
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
+    ADAPTED_MATRICES,
     EXPERT_MATRICES,
-    MATRICES,
     TENSORS_OF,
     ParamSpec,
-    TensorSpec,
     param_specs,
+    stored_on_host,
 )
 from detjax.models.weights.packed import MatrixForm
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.lora.adapted import (
     RANK_BLOCK,
@@ -131,7 +132,6 @@ def open_adapters(model: LoadedModel, sizes: AdapterSizes | None) -> LoadedModel
     """
     if sizes is None:
         return model
-    check_can_adapt(model.config)
     if jax.process_count() > 1:
         raise ValueError(
             "adapters in a job of several processes are not supported; leave enable_lora out"
@@ -140,7 +140,7 @@ def open_adapters(model: LoadedModel, sizes: AdapterSizes | None) -> LoadedModel
         raise ValueError(
             "adapters with quantized_weights='w8a8' are not supported; use 'auto' or 'expanded'"
         )
-    _check_numerics(model)
+    _check_kernels(model)
     _check_experts(model, sizes)
     shapes = _stack_shapes(model, sizes)
     specs = jax.tree.map(lambda one: one.sharding.spec, shapes)
@@ -165,8 +165,14 @@ def share_adapters(model: LoadedModel) -> LoadedModel:
     return dataclasses.replace(model, params={**model.params, ADAPTERS: {LAYERS: layers}})
 
 
-def _check_numerics(model: LoadedModel) -> None:
-    """Refuse kernels that do not add adapters to activations of the model's dtype."""
+def _check_kernels(model: LoadedModel) -> None:
+    """Refuse kernels that do not add adapters to such a model's activations, or never have."""
+    what = why_unproven(model.config)
+    if what and model.backend is Backend.SM90:
+        raise ValueError(
+            f"adapters of a model with {what} on backend sm90 are not supported: no GPU has run "
+            "them; use backend 'reference' or 'portable'"
+        )
     compute = model.profile.compute_dtype
     if compute not in KERNELS[model.backend].adapted_dtypes:
         raise ValueError(
@@ -184,6 +190,11 @@ def _check_experts(model: LoadedModel, sizes: AdapterSizes) -> None:
             f"max_expert_lora_rank={sizes.max_expert_lora_rank} is of experts, and this model has "
             "none; leave it out (--max-expert-lora-rank)"
         )
+    if model.config.has_clamped_experts:
+        raise ValueError(
+            "adapters of experts with biases and a clamp are not supported; use "
+            "max_expert_lora_rank=0 (--max-expert-lora-rank)"
+        )
     if why := KERNELS[model.backend].why_no_expert_adapters:
         raise ValueError(
             f"adapters of experts on backend {model.backend.value} are not supported: {why}; use "
@@ -196,7 +207,7 @@ def _matrix_specs(model: LoadedModel) -> list[dict[str, ParamSpec]]:
     specs = param_specs(
         model.config, tp=model.mesh.shape[TP_AXIS], vocab_block=model.profile.vocab_block
     )
-    names = (*MATRICES, *EXPERT_MATRICES)
+    names = (*ADAPTED_MATRICES, *EXPERT_MATRICES)
     return [{name: layer[name] for name in names if name in layer} for layer in specs["layers"]]
 
 
@@ -246,12 +257,18 @@ def num_adapter_slots(model: LoadedModel) -> int:
     """Slots for adapters on the devices; 0 of a model without room for adapters."""
     if ADAPTERS not in model.params:
         return 0
-    return model.params[ADAPTERS][LAYERS][0][MATRICES[0]].scales.shape[1]
+    return _a_stack(model).scales.shape[1]
 
 
 def slot_rank(model: LoadedModel) -> int:
     """Highest rank that a slot holds."""
-    return model.params[ADAPTERS][LAYERS][0][MATRICES[0]].rank
+    return _a_stack(model).rank
+
+
+def _a_stack(model: LoadedModel) -> AdapterStack:
+    """One of the stacks that are of no expert."""
+    first = model.params[ADAPTERS][LAYERS][0]
+    return next(first[name] for name in ADAPTED_MATRICES if name in first)
 
 
 def expert_slot_rank(model: LoadedModel) -> int:
@@ -305,17 +322,10 @@ def _packed(
         if one is not None:
             num_ranks = one.a.shape[-2]
             a[..., part, :num_ranks, :], scales[part] = one.a, one.scale
-            column[..., part, :num_ranks] = _stored_rows(one.b, tensor)
+            column[..., part, :num_ranks] = stored_on_host(one.b, tensor)
         columns.append(column)
     b = np.concatenate(columns, axis=1) if lead else _joined(columns, tp)
     return AdapterStack(a=a, b=b.reshape(*lead, num_out, parts, rank), scales=scales)
-
-
-def _stored_rows(b: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Rows as the matrix has them: some key/value heads repeated. Experts lie as they are."""
-    if spec.num_experts:
-        return b
-    return np.concatenate([b[run.source : run.source + run.num_rows] for run in spec.runs])
 
 
 def _joined(parts: Sequence[np.ndarray], tp: int) -> np.ndarray:
