@@ -5,7 +5,7 @@ import numpy as np
 
 from detjax.diverge.recorder import Seen, Tap
 from detjax.models.loading import LoadedModel
-from detjax.models.params import KVLayout, kv_layout
+from detjax.models.params import TENSORS_OF, KVLayout, kv_layout
 from detjax.models.taps import Share
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -38,6 +38,9 @@ class Canonical:
                 found |= zip(
                     (Tap(tap.layer, name) for name in "qkv"), self._heads(whole), strict=True
                 )
+            elif tap.name == "linear_in":
+                names = (Tap(tap.layer, name) for name in TENSORS_OF["linear_in"])
+                found |= zip(names, self._linear_parts(whole), strict=True)
             elif tap.name in VOCABULARY_TAPS:
                 found[tap] = whole[..., : self._config.vocab_size]
             elif tap.name in TOKEN_TAPS:
@@ -55,6 +58,15 @@ class Canonical:
             return value[None]
         by_rank = value.reshape(self.dp, self.tp, -1, *value.shape[1:])
         return by_rank.swapaxes(0, 1).reshape(self.tp, -1, *value.shape[1:])
+
+    def _linear_parts(self, projected: np.ndarray) -> list[np.ndarray]:
+        """What linear attention reads, without padding, from each rank's, [1, M, tp * columns]."""
+        sizes = self._config.linear_attention
+        assert sizes is not None
+        by_rank = projected.reshape(1, projected.shape[1], self.tp, -1)
+        ends = np.cumsum([width // self.tp for width in sizes.input_widths])
+        parts = np.split(by_rank, ends, axis=3)[:-1]
+        return [part.reshape(1, projected.shape[1], -1) for part in parts]
 
     def _heads(self, qkv: np.ndarray) -> list[np.ndarray]:
         """Queries, keys and values of every head from each rank's, [1, M, tp * heads * C]."""

@@ -21,7 +21,15 @@ OPERATIONS = {
     "v": "the product that gives values, and the norm before it where that is fused",
     "cached_k": "the key in the cache after the step: normalised, rotated and written",
     "cached_v": "the value in the cache after the step: written",
-    "attention": "attention over the cache, and the rotation of queries",
+    "linear_q": "the product that gives queries of linear attention",
+    "linear_k": "the product that gives keys of linear attention",
+    "linear_v": "the product that gives values of linear attention",
+    "linear_z": "the product that gives gates of linear attention",
+    "linear_b": "the product that gives steps of linear attention",
+    "linear_a": "the product that gives decays of linear attention",
+    "attn_gate": "the product that gives gates of attention",
+    "attention": "attention over the cache, and the rotation of queries; of linear attention the "
+    "convolution, the recurrence and the norm behind it",
     "o_partial": "a rank's term of the product o",
     "o_sum": "the sum of the ranks' terms of the product o",
     "o_residual": "the product o, its sum over ranks, and the residual stream",
@@ -29,6 +37,8 @@ OPERATIONS = {
     "gated": "the product of gates and ups, gated, and the norm before it where that is fused",
     "router_logits": "the product of a router",
     "expert_ids": "the choice of experts: the greatest logits or sigmoids, equal ones by id",
+    "shared_gate": "the product that gives the gate of a shared expert",
+    "shared_expert": "the products of a shared expert, and its gate",
     "expert_weights": "the softmax or sigmoids of experts, and the sum of those that are chosen",
     "experts": "the experts' products, gated, from the ranks that have them",
     "down_partial": "a rank's term of the product down",
@@ -72,6 +82,9 @@ def why_attention_differs(tap: Tap, sides: Sequence[Found]) -> str:
         sides: A and B at one position.
     """
     assert tap.layer is not None
+    _, _, model = sides[0]
+    if model.config.is_linear(tap.layer):
+        return "the token's row is equal: it is the recurrence, or a row or state before it"
     caches = [step.cache[:, tap.layer] for _, step, _ in sides]  # [n, 2, K, C]
     bits = [np.ascontiguousarray(cache).view(f"u{cache.dtype.itemsize}") for cache in caches]
     # What of the cache the step itself wrote was compared before it.

@@ -41,13 +41,7 @@ class Models:
         """
         key = setting.dp, setting.tp, setting.backend
         if key not in self._loaded:
-            model = self._load(setting)
-            if model.config.linear_attention is not None:
-                raise ValueError(
-                    f"a model of {model.config.family!r} has layers of linear attention, whose "
-                    "rows and states are not recorded; compare its answers with detjax.compare"
-                )
-            self._loaded[key] = model
+            self._loaded[key] = self._load(setting)
         return self._loaded[key]
 
     def _load(self, setting: Setting) -> LoadedModel:

@@ -11,7 +11,9 @@ from jax.extend import core
 from detjax.diverge.recorder import Tap, TappedPrograms
 from detjax.engine.running.program_key import ProgramKey
 from detjax.models.loading import LoadedModel
+from detjax.models.params import TENSORS_OF
 from detjax.numerics import tree_reduction
+from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 from detjax.pallas_kernels.reference_library import PREFIX
 from detjax.parallel.mesh import TP_AXIS
 
@@ -23,7 +25,10 @@ _SHOWN = frozenset(
 )  # fmt: skip
 """Primitives outside kernels that move between ranks, or whose order of work decides bits."""
 
-_PART_OF = {"q": "qkv", "k": "qkv", "v": "qkv", "cached_k": "attention", "cached_v": "attention"}
+_PART_OF = {
+    "q": "qkv", "k": "qkv", "v": "qkv", "cached_k": "attention", "cached_v": "attention",
+    **dict.fromkeys(TENSORS_OF["linear_in"], "linear_in"),
+}  # fmt: skip
 
 
 def kernels_of(
@@ -65,6 +70,11 @@ def _made_with(tap: Tap) -> Tap:
 def order_of(tap: Tap, model: LoadedModel) -> str:
     """Return what the numerics profile fixes of an operation's sums; empty if nothing."""
     profile, config, tp = model.profile, model.config, model.mesh.shape[TP_AXIS]
+    sizes = config.linear_attention
+    is_linear = tap.layer is not None and config.is_linear(tap.layer)
+    if tap.name == "attention" and is_linear:
+        block = profile.attention_block // states_of_page(profile.attention_block)
+        return f"a grid of {block} tokens, and in order the rows behind its last point"
     if tap.name == "attention":
         return f"blocks of {profile.attention_block} keys, splits of {profile.attention_split}"
     if tap.name == "down_residual" and tap.layer is not None and config.has_experts(tap.layer):
@@ -72,6 +82,8 @@ def order_of(tap: Tap, model: LoadedModel) -> str:
     if tap.name.startswith(("o_", "down_")):
         is_o = tap.name.startswith("o_")
         width = config.num_heads * config.head_dim if is_o else config.intermediate_size
+        if is_o and is_linear and sizes is not None:
+            width = sizes.num_value_heads * sizes.value_dim
         leaves = tree_reduction(width, profile)
         return f"a tree of {leaves.num_leaves} leaves of {leaves.leaf_len} over {tp} ranks"
     if tap.name in ("log_sum_exp", "logprob"):

@@ -35,6 +35,7 @@ from detjax.models.layers import (
 )
 from detjax.models.linear_attention import linear_attend
 from detjax.models.pages import CachePages, kv_of, with_kv
+from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
@@ -98,6 +99,7 @@ class CanonicalOps:
         gate = None
         if "attn_gate" in weights:
             gate, stream = self._projected(weights, "attn_gate", stream)
+            ctx.taps.see("attn_gate", gate, Share.COLUMNS)
         qkv, stream = project(ctx, weights, stream)
         cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
         kind = ctx.config.cache_kind(layer_idx)

@@ -5,6 +5,7 @@ A rank has whole heads of keys, with the heads of values that share them.
 """
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -43,9 +44,7 @@ def _split(
     """Cut this rank's columns: all queries, keys, values, gates, b and a, and padding."""
     num_keys = sizes.num_key_heads // tp
     num_values = num_keys * sizes.group
-    keys, values = num_keys * sizes.key_dim, num_values * sizes.value_dim
-    widths = (keys, keys, values, values, num_values, num_values)
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    ends = list(itertools.accumulate(width // tp for width in sizes.input_widths))
     q, k, v, z, b, a, _ = jnp.split(projected, ends, axis=1)
     rows = _by_key_head(sizes, [q, k, v, b, a])
     padding = sizes.row_width - rows.shape[2]

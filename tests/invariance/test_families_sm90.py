@@ -10,6 +10,7 @@ import json
 import zlib
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from detjax.engine.running.device_arrays import empty_pages
 from detjax.engine.running.memory import least_local
 from detjax.models import abstract
 from detjax.models.abstract import why_unsupported
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.loading import LoadedModel
@@ -31,6 +33,7 @@ from detjax.models.params import param_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.testing import assert_bitwise_equal
+from detjax.testing.adapters import random_adapter
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import batch_of, dummy_config, dummy_model, scoring_step
 
@@ -46,6 +49,8 @@ WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 FLOAT8 = " fp8"
 """Ends the name of a case whose keys and values have 8 bits."""
+LORA = " lora"
+"""Ends the name of a case in which two of three requests have an adapter."""
 MAX_DISTANCE = 0.12
 """Of logits of spread 1 from those of the other backend: bfloat16 rounds each layer's rows."""
 MAX_OTHER_ROUTES = 0.02
@@ -64,7 +69,7 @@ def config_of(case: str) -> ModelConfig:
     eight queries a key/value head, and widths that are no multiples of 128, as 2880 of
     gpt-oss. With linear attention 16 heads of keys and 32 of values.
     """
-    case = case.removesuffix(FLOAT8)
+    case = case.removesuffix(FLOAT8).removesuffix(LORA)
     name = case.removesuffix(WIDE)
     head_dim = 64 if name == case else 256
     config = dataclasses.replace(load_config(GOLDEN / name), head_dim=head_dim, eos_token_ids=())
@@ -111,7 +116,20 @@ def answers(
     case: str, batch_size: int, prefill_chunk: int, backend: Backend = Backend.SM90, *, tp: int = 1
 ) -> list[Completion]:
     config = EngineConfig(batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=256)
+    if case.endswith(LORA):
+        return adapted_answers(case, model(case, backend, tp), config)
     return Engine(model(case, backend, tp), config).generate(requests())
+
+
+def adapted_answers(case: str, made: LoadedModel, config: EngineConfig) -> list[Completion]:
+    """Those of requests of which two of three have an adapter, also where none was proven."""
+    adapters = [random_adapter(config_of(case), seed=i, rank=rank) for i, rank in ((0, 3), (1, 16))]
+    with mock.patch("detjax.models.adapters.stack.why_unproven", lambda config: ""):
+        engine = Engine(open_adapters(made, AdapterSizes(max_loras=2)), config)
+    names = [*map(engine.add_adapter, adapters), ""]
+    return engine.generate(
+        [dataclasses.replace(one, adapter=names[i % 3]) for i, one in enumerate(requests())]
+    )
 
 
 def crc_of(found: list[Completion]) -> int:
@@ -271,6 +289,13 @@ def test_whole_answers_of_the_reference_keep_their_bits(case):
 def test_control_keys_and_values_that_are_not_rounded_give_other_answers(case):
     """So the digests of 8-bit caches tell them from bfloat16 ones of the same model."""
     assert crc_of(answers(case.removesuffix(FLOAT8), 8, 48, Backend.REFERENCE)) != WANTED[case]
+
+
+@pytest.mark.slow
+@pytest.mark.control
+def test_control_the_model_without_adapters_gives_other_answers():
+    case = next(case for case in WANTED if case.endswith(LORA))
+    assert crc_of(answers(case.removesuffix(LORA), 8, 48, Backend.REFERENCE)) != WANTED[case]
 
 
 @pytest.mark.gpu
