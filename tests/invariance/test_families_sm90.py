@@ -44,7 +44,7 @@ CASES = (
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
 WANTED = json.loads((GOLDEN.parent / "family_bits.json").read_text())
-"""CRC-32 of whole answers by `reference`, of families whose answers by a GPU are not there yet."""
+"""CRC-32 of whole answers by `reference`, of what a GPU is compared with. None has run adapters."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 FLOAT8 = " fp8"
