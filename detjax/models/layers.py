@@ -472,12 +472,20 @@ def _shared_expert(
     """
     if "shared_gate_up" not in weights:
         return None
-    backend, dtype = ctx.backend, x.dtype
-    h = gather_columns(linear_swiglu(x, weights["shared_gate_up"], backend=backend), TP_AXIS)
-    out = linear(h, weights["shared_down"], out_dtype=dtype, backend=backend)
-    out = gather_columns(out, TP_AXIS)
+    backend, gate_up = ctx.backend, weights["shared_gate_up"]
+
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        if isinstance(w, AdaptedMatrix):
+            return adapted_linear(ctx, x, w, None)
+        return linear(x, w, out_dtype=x.dtype, backend=backend)
+
+    if isinstance(gate_up, AdaptedMatrix):
+        h = swiglu(product(x, gate_up), backend=backend)
+    else:
+        h = linear_swiglu(x, gate_up, backend=backend)
+    out = gather_columns(product(gather_columns(h, TP_AXIS), weights["shared_down"]), TP_AXIS)
     if "shared_gate" in weights:
-        gate = linear(x, weights["shared_gate"], out_dtype=dtype, backend=backend)[:, :1]
+        gate = product(x, weights["shared_gate"])[:, :1]
         ctx.taps.see("shared_gate", gate)
         out = sigmoid_gate(out, jnp.broadcast_to(gate, out.shape), backend=backend)
     ctx.taps.see("shared_expert", out)

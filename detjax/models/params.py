@@ -349,7 +349,10 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")
 """Matrices of a layer's experts."""
 
-ADAPTED_MATRICES = (*MATRICES, "attn_gate", "linear_in", "linear_o")
+SHARED_MATRICES = ("shared_gate_up", "shared_down", "shared_gate")
+"""Matrices of a layer's shared expert."""
+
+ADAPTED_MATRICES = (*MATRICES, "attn_gate", "linear_in", "linear_o", *SHARED_MATRICES)
 """Matrices of a layer that may have adapters, but for those of experts."""
 
 

@@ -53,6 +53,7 @@ def why_unproven(config: ModelConfig) -> str:
     facts = {
         "biases and a clamp in its experts": config.has_clamped_experts,
         "linear attention": config.linear_attention is not None,
+        "a shared expert": config.has_shared_expert,
         "norms behind its products": config.norms is not NormPlacement.BEFORE,
         "gates by GELU": config.gating is not Gating.SWIGLU,
         "rows that the decoder reads in another order": any(name in plan for name in matrices),
@@ -287,10 +288,10 @@ class _BaseModel:
 
     @property
     def unsupported(self) -> Iterator[str]:
-        """Modules without a place for an adapter: of the model, of routers and shared experts."""
+        """Modules without a place for an adapter: of the model, and routers."""
         yield from ("lm_head", self.named("model.embed_tokens"))
         for layer in self.layers:
-            for name in (*TENSORS_OF["router"], *_OF_SHARED_EXPERTS):
+            for name in TENSORS_OF["router"]:
                 if name in layer:
                     yield self.named(layer[name].hf_name)
 
@@ -313,13 +314,6 @@ def _prefix_in(config: ModelConfig, stored: Mapping[str, object]) -> str:
         outer for outer in longer if any(name.startswith(PEFT_PREFIX + outer) for name in stored)
     )
     return next(begins, _PREFIX)
-
-
-_OF_SHARED_EXPERTS = tuple(
-    tensor
-    for name in ("shared_gate_up", "shared_down", "shared_gate")
-    for tensor in TENSORS_OF[name]
-)
 
 
 def _targets(folder: Path, peft: PeftConfig, base: _BaseModel) -> dict[str, _Module]:
