@@ -35,7 +35,13 @@ from detjax.training.batch import Batch, SequenceRun, aligned_runs
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
-from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
+from detjax.training.lora import (
+    LoraConfig,
+    adapter_shapes,
+    adapts_experts,
+    first_adapter,
+    with_adapter,
+)
 from detjax.training.rounding import by_use, of_uses
 from detjax.training.sharing import joined_spec, replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
@@ -122,7 +128,7 @@ class Trainer:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
                 `balance_weight` is negative, or positive for a model without experts or with a
                 canonical backward pass; if the devices are no power of two, the optimizer is not
-                elementwise, or ranks cannot share the layers.
+                elementwise, ranks cannot share the layers, or the model cannot have the adapter.
         """
         tp = mesh.shape[TP_AXIS] if shares_layers else 1
         _check_training(model, balance_weight=balance_weight, lora=lora, backward=backward, tp=tp)
@@ -400,6 +406,11 @@ def _check_training(
     """
     if lora is not None and balance_weight:
         raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
+    if lora is not None and adapts_experts(model.config, lora):
+        raise ValueError(
+            "training of adapters of experts is not supported; give target_modules without theirs, "
+            "such as q_proj, k_proj, v_proj and o_proj (--lora-target-modules)"
+        )
     if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
         raise ValueError(
             f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters trained: the trainer's log-probabilities are the engine's, and merging has others."""
 
+import dataclasses
 import json
 
 import jax
@@ -26,6 +27,7 @@ from detjax.training.batch import Scored, by_sequence, pack
 from detjax.training.forward import token_logprobs
 from detjax.training.lora import (
     LoraConfig,
+    adapter_shapes,
     first_adapter,
     merged,
     served_adapter,
@@ -38,12 +40,22 @@ from detjax.training.weights import master_params
 from .conftest import CONFIGS
 
 LORA = LoraConfig(rank=5, alpha=7.5)
-NAMES = ["tied", "qk_norm_biases_window"]
+OF_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "v_proj", "o_proj"))
+"""Of two of the three tensors of a matrix."""
+
+CASES = {
+    "tied": ("tied", LORA),
+    "qk_norm_biases_window": ("qk_norm_biases_window", LORA),
+    "attention_of_a_mixture": ("experts", OF_ATTENTION),
+}
+"""Models, the mixture's first layer dense, and adapters."""
+
+NAMES = list(CASES)
 
 
-def trained(config, *, seed: int = 1) -> dict:
+def trained(config, lora: LoraConfig = LORA, *, seed: int = 1) -> dict:
     """Masters as after some steps: no B is zero."""
-    masters = first_adapter(config, LORA, seed=seed)
+    masters = first_adapter(config, lora, seed=seed)
     rng = np.random.default_rng(seed)
     for layer in masters["layers"]:
         for one in layer.values():
@@ -56,10 +68,12 @@ def trained(config, *, seed: int = 1) -> dict:
 @pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
 def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
     """tp 4 against tp 1. The control: with the adapter merged on bfloat16 they differ."""
-    config, masters = CONFIGS[name], trained(CONFIGS[name])
+    name, lora = CASES[name]
+    config = CONFIGS[name]
+    masters = trained(config, lora)
     served = open_adapters(model_named(name, tp=4), AdapterSizes(max_loras=2))
     engine = Engine(served, EngineConfig(batch_size=2, max_len=256))
-    sha = engine.add_adapter(served_adapter(masters, LORA, dtype=jnp.dtype(jnp.bfloat16)))
+    sha = engine.add_adapter(served_adapter(masters, lora, dtype=jnp.dtype(jnp.bfloat16)))
     rng = np.random.default_rng(3)
     asked = [
         Request(
@@ -85,10 +99,10 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
     def answers(params) -> list[np.ndarray]:
         return [row[-4:] for row in by_sequence(batch, np.asarray(logprobs(params, batch)))]
 
-    got = answers(with_adapter(base, masters, LORA))
+    got = answers(with_adapter(base, masters, lora))
     for row, one in zip(got, done, strict=True):
         assert_bitwise_equal(row, np.stack(one.logprobs), claim="trainer and engine")
-    other = answers(merged(base, masters, LORA))
+    other = answers(merged(base, masters, lora))
     for row, one in zip(other, done, strict=True):
         assert (row != np.stack(one.logprobs)).all()
         assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
@@ -100,19 +114,21 @@ def test_gradients_of_an_adapter_are_those_of_the_formula(
     model_named, plain_logprobs, weighted, name
 ):
     """Against `jax.grad` of the plain model with merged weights, in float32: 1e-4 of the norm."""
-    config, masters = CONFIGS[name], trained(CONFIGS[name])
+    name, lora = CASES[name]
+    config = CONFIGS[name]
+    masters = trained(config, lora)
     model = model_named(name, dtype="float32")
     ctx = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
     base, (row,) = master_params(model), weighted(20)
 
     def loss(masters, batch):
-        params = with_adapter(base, masters, LORA)
+        params = with_adapter(base, masters, lora)
         values = token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0]
         return -jnp.sum(batch.weights * values)
 
     def plain(masters):
         layers = [
-            weights | {n: weights[n] + LORA.scale * own[n]["b"] @ own[n]["a"] for n in own}
+            weights | {n: weights[n] + lora.scale * own[n]["b"] @ own[n]["a"] for n in own}
             for weights, own in zip(base["layers"], masters["layers"], strict=True)
         ]
         values = plain_logprobs(jnp, config, {**base, "layers": layers}, row.token_ids)
@@ -153,12 +169,31 @@ def test_a_step_changes_the_adapter_alone_and_is_mesh_invariant(model_named, wei
     assert all(changed)
 
 
-def test_a_written_adapter_is_the_served_one(tmp_path):
-    config = CONFIGS["tied"]
-    masters, dtype = trained(config), jnp.dtype(jnp.bfloat16)
-    write_adapter(tmp_path / "a", masters, LORA, config)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_adapter_is_the_served_one(tmp_path, name):
+    name, lora = CASES[name]
+    config, dtype = CONFIGS[name], jnp.dtype(jnp.bfloat16)
+    masters = trained(config, lora)
+    write_adapter(tmp_path / "a", masters, lora, config)
     read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=8)
-    assert read.sha256 == served_adapter(masters, LORA, dtype=dtype).sha256
+    assert read.sha256 == served_adapter(masters, lora, dtype=dtype).sha256
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("q_proj", "c_attn"), "'c_attn', and no linear module of this model ends with it; its "),
+        (("lm_head",), "targets 'lm_head', and adapters of it are not supported"),
+        (("gate",), "targets 'model.layers.1.mlp.gate', and adapters of it are not supported"),
+        (("gate_proj",), "targets 'model.layers.1.mlp.shared_expert.gate_proj', and adapters"),
+        (("experts.3.up_proj",), "names 1 of the 8 experts of layer 1, .* name all of them or"),
+        ((), r"target_modules=\(\) must be 'all-linear' or a tuple of names"),
+        ("q_proj", "target_modules='q_proj' must be 'all-linear' or a tuple of names"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused_by_name(targets, message):
+    with pytest.raises(ValueError, match=message):
+        adapter_shapes(CONFIGS["shared_expert"], dataclasses.replace(LORA, target_modules=targets))
 
 
 @pytest.mark.slow

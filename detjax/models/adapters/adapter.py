@@ -68,7 +68,7 @@ def check_can_adapt(config: ModelConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Module:
+class Module:
     """A linear module of the base model.
 
     Attributes:
@@ -124,12 +124,12 @@ def read_adapter(
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS_NAME}; save the adapter with safe_serialization=True"
         )
-    modules = _targets(folder, peft, config)
+    modules = targeted_modules(peft, config, where=str(folder / CONFIG_NAME))
     parameters = _target_parameters(folder, peft, config)
     if not modules and not parameters:
         raise ValueError(
             f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
-            f"module of this model, whose layers have {', '.join(_last_names(config))}; the "
+            f"module of this model, whose layers have {', '.join(last_names(config))}; the "
             "adapter is of another model"
         )
     ranks = _Ranks(folder=folder, peft=peft, most=max_rank, most_of_experts=max_expert_rank)
@@ -220,7 +220,7 @@ def _of_parameter(
     }
 
 
-def _modules(config: ModelConfig) -> Iterator[tuple[str, _Module]]:
+def _modules(config: ModelConfig) -> Iterator[tuple[str, Module]]:
     """Each linear module of the layers that may have an adapter, by its name in the base model."""
     for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
         for name in (*ADAPTED, *ADAPTED_EXPERTS):
@@ -230,11 +230,11 @@ def _modules(config: ModelConfig) -> Iterator[tuple[str, _Module]]:
             for expert, hf_name in enumerate(spec.hf_names):
                 yield (
                     hf_name.removesuffix(".weight"),
-                    _Module(key=(i, name), spec=spec, expert=expert if spec.num_experts else None),
+                    Module(key=(i, name), spec=spec, expert=expert if spec.num_experts else None),
                 )
 
 
-def _unsupported(config: ModelConfig) -> Iterator[str]:
+def modules_without_place(config: ModelConfig) -> Iterator[str]:
     """Modules that have no place for an adapter: of the model, of routers and of shared experts."""
     yield from ("lm_head", "model.embed_tokens")
     for layer in tensor_specs(config, tp=1, vocab_block=1)["layers"]:
@@ -250,20 +250,29 @@ _OF_SHARED_EXPERTS = tuple(
 )
 
 
-def _targets(folder: Path, peft: PeftConfig, config: ModelConfig) -> dict[str, _Module]:
-    """The modules that have an adapter."""
-    for module in _unsupported(config):
+def targeted_modules(peft: PeftConfig, config: ModelConfig, *, where: str) -> dict[str, Module]:
+    """The linear modules that have an adapter, by their names in the base model.
+
+    Args:
+        peft: Says which.
+        config: Of the base model.
+        where: What is at fault if one has no place for an adapter.
+
+    Raises:
+        ValueError: If so.
+    """
+    for module in modules_without_place(config):
         if peft.is_target(module) and peft.target_modules != ALL_LINEAR:
             raise ValueError(
-                f"{folder / CONFIG_NAME} targets {module!r}, and adapters of it are not supported; "
-                "train without it"
+                f"{where} targets {module!r}, and adapters of it are not supported; train without "
+                "it"
             )
     return {name: module for name, module in _modules(config) if peft.is_target(name)}
 
 
 def _without_absent_experts(
-    modules: Mapping[str, _Module], stored: Mapping[str, object]
-) -> Mapping[str, _Module]:
+    modules: Mapping[str, Module], stored: Mapping[str, object]
+) -> Mapping[str, Module]:
     """The modules, without those of experts if the file has none of them.
 
     Experts of transformers 5 have no modules, so that a name of theirs in `target_modules` is of
@@ -299,7 +308,8 @@ def _target_parameters(
     return targets
 
 
-def _last_names(config: ModelConfig) -> list[str]:
+def last_names(config: ModelConfig) -> list[str]:
+    """The last parts of the names of modules that may have an adapter."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name, _ in _modules(config)))
 
 
