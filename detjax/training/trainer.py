@@ -28,6 +28,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -406,10 +407,12 @@ def _check_training(
     """
     if lora is not None and balance_weight:
         raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
-    if lora is not None and adapts_experts(model.config, lora):
+    why = KERNELS[model.backend].why_no_expert_adapters
+    if why and lora is not None and adapts_experts(model.config, lora):
         raise ValueError(
-            "training of adapters of experts is not supported; give target_modules without theirs, "
-            "such as q_proj, k_proj, v_proj and o_proj (--lora-target-modules)"
+            f"adapters of experts on backend {model.backend.value} are not supported: {why}; give "
+            "target_modules without theirs, such as q_proj, k_proj, v_proj and o_proj "
+            "(--lora-target-modules), or backend 'reference' or 'portable'"
         )
     if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
         raise ValueError(

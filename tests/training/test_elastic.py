@@ -128,6 +128,10 @@ def test_updates_are_bitwise_mesh_and_batch_invariant(dp, tp, size, layout, is_t
 
 
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+of_reference, of_portable = (
+    functools.partial(expert_trainer, backend=backend)
+    for backend in (Backend.REFERENCE, Backend.PORTABLE)
+)
 
 
 @pytest.mark.slow
@@ -135,10 +139,11 @@ OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 @pytest.mark.parametrize(
     ("make", "targets"),
     [
-        (trainer, ALL_LINEAR),
-        (functools.partial(expert_trainer, backend=Backend.PORTABLE), OF_ATTENTION),
+        pytest.param(trainer, ALL_LINEAR, id="dense"),
+        pytest.param(of_reference, OF_ATTENTION, id="attention_of_a_mixture"),
+        pytest.param(of_reference, ALL_LINEAR, id="experts"),
+        pytest.param(of_portable, ALL_LINEAR, id="experts_portable"),
     ],
-    ids=["dense", "attention_of_a_mixture"],
 )
 def test_adapters_are_bitwise_mesh_and_batch_invariant(make, targets, sequences):
     """The probe is the list in another order; the control is XLA's backward pass."""

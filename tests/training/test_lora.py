@@ -28,6 +28,7 @@ from detjax.training.forward import token_logprobs
 from detjax.training.lora import (
     LoraConfig,
     adapter_shapes,
+    adapts_experts,
     first_adapter,
     merged,
     served_adapter,
@@ -42,11 +43,16 @@ from .conftest import CONFIGS
 LORA = LoraConfig(rank=5, alpha=7.5)
 OF_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "v_proj", "o_proj"))
 """Of two of the three tensors of a matrix."""
+OF_DOWN = dataclasses.replace(LORA, rank=17, target_modules=("k_proj", "down_proj"))
+"""Of more than a block of ranks."""
 
 CASES = {
     "tied": ("tied", LORA),
     "qk_norm_biases_window": ("qk_norm_biases_window", LORA),
     "attention_of_a_mixture": ("experts", OF_ATTENTION),
+    "experts": ("experts", LORA),
+    "one_matrix_of_experts": ("experts", OF_DOWN),
+    "beside_a_shared_expert": ("shared_expert", LORA),
 }
 """Models, the mixture's first layer dense, and adapters."""
 
@@ -71,7 +77,9 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
     name, lora = CASES[name]
     config = CONFIGS[name]
     masters = trained(config, lora)
-    served = open_adapters(model_named(name, tp=4), AdapterSizes(max_loras=2))
+    of_experts = lora.rank if adapts_experts(config, lora) else 0
+    sizes = AdapterSizes(max_loras=2, max_lora_rank=lora.rank, max_expert_lora_rank=of_experts)
+    served = open_adapters(model_named(name, tp=4), sizes)
     engine = Engine(served, EngineConfig(batch_size=2, max_len=256))
     sha = engine.add_adapter(served_adapter(masters, lora, dtype=jnp.dtype(jnp.bfloat16)))
     rng = np.random.default_rng(3)
@@ -175,7 +183,7 @@ def test_a_written_adapter_is_the_served_one(tmp_path, name):
     config, dtype = CONFIGS[name], jnp.dtype(jnp.bfloat16)
     masters = trained(config, lora)
     write_adapter(tmp_path / "a", masters, lora, config)
-    read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=8)
+    read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=17, max_expert_rank=17)
     assert read.sha256 == served_adapter(masters, lora, dtype=dtype).sha256
 
 
