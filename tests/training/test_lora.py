@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.engine.config import EngineConfig
@@ -20,11 +21,15 @@ from detjax.llm import LLM
 from detjax.models.adapters.adapter import read_adapter
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.cases import quick_and_slow
+from detjax.testing.dummies import dummy_model
+from detjax.testing.folders import SMALL_MIXTURE, write_model_folder
 from detjax.training.batch import Scored, by_sequence, pack
 from detjax.training.forward import token_logprobs
+from detjax.training.gradients import Backward
 from detjax.training.lora import (
     LoraConfig,
     adapter_shapes,
@@ -71,15 +76,20 @@ def trained(config, lora: LoraConfig = LORA, *, seed: int = 1) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
-def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
-    """tp 4 against tp 1. The control: with the adapter merged on bfloat16 they differ."""
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    quick_and_slow(
+        [(NAMES[0], 4)], [*((name, 4) for name in NAMES[1:]), ("experts", 1), ("experts", 8)]
+    ),
+)
+def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name, tp):
+    """tp of the engine against one device. Control: the adapter merged on bfloat16 differs."""
     name, lora = CASES[name]
     config = CONFIGS[name]
     masters = trained(config, lora)
     of_experts = lora.rank if adapts_experts(config, lora) else 0
     sizes = AdapterSizes(max_loras=2, max_lora_rank=lora.rank, max_expert_lora_rank=of_experts)
-    served = open_adapters(model_named(name, tp=4), sizes)
+    served = open_adapters(model_named(name, tp=tp), sizes)
     engine = Engine(served, EngineConfig(batch_size=2, max_len=256))
     sha = engine.add_adapter(served_adapter(masters, lora, dtype=jnp.dtype(jnp.bfloat16)))
     rng = np.random.default_rng(3)
@@ -117,9 +127,15 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    quick_and_slow(
+        [(NAMES[0], Backward.CANONICAL)],
+        [*((name, Backward.CANONICAL) for name in NAMES[1:]), ("experts", Backward.XLA)],
+    ),
+)
 def test_gradients_of_an_adapter_are_those_of_the_formula(
-    model_named, plain_logprobs, weighted, name
+    model_named, plain_logprobs, weighted, name, backward
 ):
     """Against `jax.grad` of the plain model with merged weights, in float32: 1e-4 of the norm."""
     name, lora = CASES[name]
@@ -131,7 +147,9 @@ def test_gradients_of_an_adapter_are_those_of_the_formula(
 
     def loss(masters, batch):
         params = with_adapter(base, masters, lora)
-        values = token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0]
+        values = token_logprobs(
+            ctx, params, model.rope_tables, batch, remat=True, backward=backward
+        )[0]
         return -jnp.sum(batch.weights * values)
 
     def plain(masters):
@@ -204,14 +222,29 @@ def test_modules_that_cannot_be_trained_are_refused_by_name(targets, message):
         adapter_shapes(CONFIGS["shared_expert"], dataclasses.replace(LORA, target_modules=targets))
 
 
+TINY = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
+        "--no-remat", "--backend", "portable", "--rollout-tp", "1", "--steps", "3",
+        "--lora-rank", "4", "--learning-rate", "1e-2"]  # fmt: skip
+
+
+@pytest.fixture
+def mixture(tmp_path, monkeypatch) -> list[str]:
+    """Arguments for a mixture of experts, and for a reward that its random answers differ in."""
+    (tmp_path / "some_rewards.py").write_text(
+        "def number_of_bytes(problem, text):\n    return float(sum(text.encode()) % 7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    base = write_model_folder(tmp_path / "base", SMALL_MIXTURE, scale=0.2)
+    return ["--model", str(base), "--reward", "some_rewards:number_of_bytes", "--max-prompt", "16"]
+
+
 @pytest.mark.slow
 @pytest.mark.invariance
-def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
-    """The whole loop on the bundled model; the adapter that it saves is the one that it served."""
-    tiny = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
-            "--no-remat", "--backend", "portable", "--rollout-tp", "1", "--steps", "3",
-            "--lora-rank", "4", "--learning-rate", "1e-2"]  # fmt: skip
-    assert main([*tiny, "--output", str(tmp_path)]) == OK
+@pytest.mark.parametrize("is_mixture", [False, True], ids=["bundled", "mixture"])
+def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path, request, is_mixture):
+    """The whole loop. The adapter that it saves is trained, of experts too, and can be served."""
+    base = request.getfixturevalue("mixture") if is_mixture else []
+    assert main([*TINY, *base, "--output", str(tmp_path)]) == OK
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     exact = [row for row in rows if row["rollout"] == "invariant"]
     other = [row for row in rows if row["rollout"] == "merged"]
@@ -221,8 +254,32 @@ def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
     assert other[0]["kl"] == 0, "B is zero before the first update"
     assert all(row["num_different"] > 0 for row in other[1:])
     saved = ["--rollout", "invariant", "--save", str(tmp_path / "state")]
-    assert main([*tiny, *saved]) == OK
+    assert main([*TINY, *base, *saved]) == OK
     (folder,) = (tmp_path / "state").iterdir()
-    llm = LLM(enable_lora=True, max_len=128, batch_size=1, show_progress=False)
+    options = {"model": base[1], "max_expert_lora_rank": 4} if is_mixture else {}
+    llm = LLM(enable_lora=True, max_len=128, batch_size=1, show_progress=False, **options)
     assert len(llm.load_adapter(folder / "adapter")) == 64
-    assert main([*tiny, "--rollout", "fast"]) == BAD_INPUT
+    tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    of_experts = [x for name, x in tensors.items() if ".experts." in name and "lora_B" in name]
+    assert len(of_experts) == (2 * 8 * 3 if is_mixture else 0)
+    assert is_mixture == any(x.any() for x in of_experts)
+    assert main([*TINY, *base, "--rollout", "fast"]) == BAD_INPUT
+
+
+def test_modules_of_the_command_go_with_an_adapter_and_are_of_the_model(mixture, capsys):
+    assert main([*mixture, "--lora-target-modules", "q_proj"]) == BAD_INPUT
+    assert "--lora-target-modules is of an adapter" in capsys.readouterr().err
+    assert main([*TINY, *mixture, "--lora-target-modules", "w1"]) == BAD_INPUT
+    assert "has 'w1', and no linear module of this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_not_proven_of_experts_is_refused_with_the_reason(tp):
+    """On `sm90`, and of ranks that share layers; an adapter of attention alone goes on `sm90`."""
+    model = dataclasses.replace(dummy_model(CONFIGS["experts"]), backend=Backend.SM90)
+    options = {"mesh": make_mesh(1, tp), "clip_norm": 1.0, "shares_layers": tp > 1}
+    says = "tp=2: ranks do not share mixtures" if tp > 1 else "on backend sm90 are not .*: its pro"
+    lora = LORA if tp == 1 else OF_ATTENTION
+    with pytest.raises(ValueError, match=says):
+        Trainer(model, optax.sgd(1.0), lora=lora, **options)
+    Trainer(model, optax.sgd(1.0), lora=OF_ATTENTION, **options | {"shares_layers": False})
