@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +20,19 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.grpo import main
 from detjax.llm import LLM
-from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.adapter import ADAPTED_EXPERTS, read_adapter
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.layers import ForwardContext
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.testing import assert_bitwise_equal
+from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_model
 from detjax.testing.folders import SMALL_MIXTURE, write_model_folder
-from detjax.training.batch import Scored, by_sequence, pack
+from detjax.training.batch import Batch, Scored, by_sequence, pack
+from detjax.training.expert_operations import expert_mlp
 from detjax.training.forward import token_logprobs
-from detjax.training.gradients import Backward
+from detjax.training.gradients import Backward, sums_of
 from detjax.training.lora import (
     LoraConfig,
     adapter_shapes,
@@ -220,6 +223,61 @@ def test_a_written_adapter_is_the_served_one(tmp_path, name):
 def test_modules_that_cannot_be_trained_are_refused_by_name(targets, message):
     with pytest.raises(ValueError, match=message):
         adapter_shapes(CONFIGS["shared_expert"], dataclasses.replace(LORA, target_modules=targets))
+
+
+@cache
+def gradient_of_experts(backward: Backward) -> Callable[[Batch], dict]:
+    """Of an adapter of one layer's experts, whose rows, routes and cotangents are those of ids."""
+    model = dummy_model(CONFIGS["experts"], backend=Backend.REFERENCE)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+    rng, width = np.random.default_rng(2), model.config.hidden_size
+    shapes = ((width,), jnp.bfloat16), ((3, width), jnp.bfloat16), ((8,), jnp.float32)
+    tables = [jnp.asarray(rng.standard_normal((320, *shape)), dtype) for shape, dtype in shapes]
+    base, masters = master_params(model), trained(model.config)
+
+    @jax.jit
+    def gradient(masters, base, batch):
+        sums = sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend)
+        x, of_y, scores = (jnp.take(table, batch.ids, axis=0) for table in tables)
+        ids = jnp.argsort(scores, axis=1)[:, :3].astype(jnp.int32)
+
+        def loss(masters):
+            weights = with_adapter(base, masters, LORA)["layers"][1]
+            matrices = weights["expert_gate_up"], weights["expert_down"]
+            y = expert_mlp(ctx, sums, x, ids, *matrices)
+            return jnp.sum(y * of_y, dtype=jnp.float32)
+
+        found = jax.grad(loss)(masters)["layers"][1]
+        return {name: found[name] for name in ADAPTED_EXPERTS}
+
+    return lambda batch: gradient(masters, base, batch)
+
+
+@pytest.mark.invariance
+def test_gradients_of_an_adapter_of_experts_are_bitwise_batch_invariant(weighted):
+    """Four sequences, and each alone. Probe: another order of them; control: XLA's products."""
+    sequences = weighted(5, 71, 9, 30)
+
+    def together(order, backward=Backward.CANONICAL):
+        return gradient_of_experts(backward)(pack([sequences[i] for i in order], length=70))
+
+    def alone(backward):
+        parts = [gradient_of_experts(backward)(pack([one], length=70)) for one in sequences]
+        pairs = [jax.tree.map(jnp.add, *parts[i : i + 2]) for i in (0, 2)]
+        return jax.tree.map(jnp.add, *pairs)
+
+    expected = together(range(4))
+    for (path, found), want in zip(
+        jax.tree.leaves_with_path(alone(Backward.CANONICAL)), jax.tree.leaves(expected), strict=True
+    ):
+        assert_bitwise_equal(found, want, claim=f"alone: {jax.tree_util.keystr(path)}")
+        assert np.asarray(want).any()
+    others = (
+        (together((0, 2, 1, 3)), expected),
+        (alone(Backward.XLA), together(range(4), Backward.XLA)),
+    )
+    for pair in others:
+        assert sum(jax.tree.leaves(jax.tree.map(count_different_bits, *pair))) > 0
 
 
 TINY = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
