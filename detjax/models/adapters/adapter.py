@@ -68,7 +68,7 @@ def check_can_adapt(config: ModelConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Module:
+class LinearModule:
     """A linear module of the base model.
 
     Attributes:
@@ -220,18 +220,17 @@ def _of_parameter(
     }
 
 
-def _modules(config: ModelConfig) -> Iterator[tuple[str, Module]]:
+def _modules(config: ModelConfig) -> Iterator[tuple[str, LinearModule]]:
     """Each linear module of the layers that may have an adapter, by its name in the base model."""
     for i, layer in enumerate(tensor_specs(config, tp=1, vocab_block=1)["layers"]):
         for name in (*ADAPTED, *ADAPTED_EXPERTS):
             if name not in layer:
                 continue
             spec = layer[name]
-            for expert, hf_name in enumerate(spec.hf_names):
-                yield (
-                    hf_name.removesuffix(".weight"),
-                    Module(key=(i, name), spec=spec, expert=expert if spec.num_experts else None),
-                )
+            for i_expert, hf_name in enumerate(spec.hf_names):
+                expert = i_expert if spec.num_experts else None
+                module = LinearModule(key=(i, name), spec=spec, expert=expert)
+                yield hf_name.removesuffix(".weight"), module
 
 
 def modules_without_place(config: ModelConfig) -> Iterator[str]:
@@ -250,7 +249,9 @@ _OF_SHARED_EXPERTS = tuple(
 )
 
 
-def targeted_modules(peft: PeftConfig, config: ModelConfig, *, where: str) -> dict[str, Module]:
+def targeted_modules(
+    peft: PeftConfig, config: ModelConfig, *, where: str
+) -> dict[str, LinearModule]:
     """The linear modules that have an adapter, by their names in the base model.
 
     Args:
@@ -271,8 +272,8 @@ def targeted_modules(peft: PeftConfig, config: ModelConfig, *, where: str) -> di
 
 
 def _without_absent_experts(
-    modules: Mapping[str, Module], stored: Mapping[str, object]
-) -> Mapping[str, Module]:
+    modules: Mapping[str, LinearModule], stored: Mapping[str, object]
+) -> Mapping[str, LinearModule]:
     """The modules, without those of experts if the file has none of them.
 
     Experts of transformers 5 have no modules, so that a name of theirs in `target_modules` is of
