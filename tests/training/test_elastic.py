@@ -142,7 +142,7 @@ of_reference, of_portable = (
         pytest.param(trainer, ALL_LINEAR, id="dense"),
         pytest.param(of_reference, OF_ATTENTION, id="attention_of_a_mixture"),
         pytest.param(of_reference, ALL_LINEAR, id="experts"),
-        pytest.param(of_portable, ALL_LINEAR, id="experts_portable"),
+        pytest.param(of_portable, ALL_LINEAR, id="experts_portable", marks=pytest.mark.nightly),
     ],
 )
 def test_adapters_are_bitwise_mesh_and_batch_invariant(make, targets, sequences):
