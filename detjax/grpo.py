@@ -160,6 +160,13 @@ _TRAINING = (
         metavar="X",
         help="alpha of the adapter, whose scale is alpha over rank",
     ),
+    Option(
+        name="lora_target_modules",
+        nargs="+",
+        metavar="NAME",
+        default_text="all-linear, all that may have an adapter, experts included",
+        help="names that the modules of the adapter end with, such as q_proj v_proj",
+    ),
     Option(name="prompts", parse=int, default=16, help="problems a step"),
     Option(name="samples", parse=int, default=8, help="answers to each"),
     Option(
@@ -249,6 +256,8 @@ def check_args(args: argparse.Namespace) -> None:
         raise InputError("--save and --resume are of one run: give one --rollout and one seed")
     if args.save_every is not None and (args.save is None or args.save_every < 1):
         raise InputError(f"--save-every {args.save_every} must be at least 1, and goes with --save")
+    if args.lora_target_modules is not None and not args.lora_rank:
+        raise InputError("--lora-target-modules is of an adapter; give --lora-rank as well")
     if args.lora_rank and args.rollout == "fast":
         raise InputError(
             "--lora-rank and --rollout fast do not go together; give invariant or both"
@@ -266,6 +275,7 @@ def grpo_args(args: argparse.Namespace) -> "GrpoArgs":
     if args.lora_rank:
         modes = tuple("merged" if mode == "fast" else mode for mode in modes)
     values |= {"modes": modes, "seeds": tuple(args.seeds or (0,))}
+    values["lora_target_modules"] = tuple(args.lora_target_modules or ())
     return GrpoArgs(**values)
 
 

@@ -532,7 +532,7 @@ def _own_experts(
         first_expert = lax.axis_index(TP_AXIS) * num_local
     if is_adapted:
         gate_up = weights["expert_gate_up"]
-        y = _adapted_expert_mlp(ctx, x, expert_ids - first_expert, gate_up, down)
+        y = adapted_expert_mlp(ctx, x, expert_ids - first_expert, gate_up, down)
         return y, expert_weights
     y = expert_mlp(
         x,
@@ -545,7 +545,7 @@ def _own_experts(
     return y, expert_weights
 
 
-def _adapted_expert_mlp(
+def adapted_expert_mlp(
     ctx: ForwardContext,
     x: Activation[Array, "M D"],
     expert_ids: Int32[Array, "M Q"],
@@ -554,12 +554,12 @@ def _adapted_expert_mlp(
 ) -> Activation[Array, "M Q D"]:
     """`expert_mlp` with each row's adapter; ids are counted from this rank's first expert on."""
     experts = expert_ids.reshape(-1)
-    h = swiglu(_adapted_expert_linear(ctx, x, experts, gate_up), backend=ctx.backend)
-    y = _adapted_expert_linear(ctx, h, experts, down)
+    h = swiglu(adapted_expert_linear(ctx, x, experts, gate_up), backend=ctx.backend)
+    y = adapted_expert_linear(ctx, h, experts, down)
     return y.reshape(*expert_ids.shape, -1)
 
 
-def _adapted_expert_linear(
+def adapted_expert_linear(
     ctx: ForwardContext, x: Activation[Array, "M I"], experts: Int32[Array, " S"], w: AdaptedMatrix
 ) -> Activation[Array, "S O"]:
     """Rows by the matrices of their experts, with each row's adapter of that expert.

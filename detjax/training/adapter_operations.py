@@ -4,7 +4,11 @@
 The weights are frozen: they have no gradient. Numerics of gradients are those of `operations`.
 """
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +22,68 @@ from detjax.training.gradients import GradientSums, with_gradient
 from detjax.training.lora import AdaptedMaster
 
 
-def _served(master: AdaptedMaster, dtype: jnp.dtype) -> AdaptedMatrix:
+def served(master: AdaptedMaster, dtype: jnp.dtype) -> AdaptedMatrix:
     """The matrix as an engine has it, all rows with the adapter in slot 0."""
-    num_parts, (num_out, num_in) = len(master.parts), master.w.shape
-    sizes = AdapterSizes(max_loras=1, max_lora_rank=master.parts[0]["a"].shape[0])
-    a = jnp.zeros((num_parts, sizes.num_slots, sizes.rank, num_in), dtype)
-    b = jnp.zeros((num_out, num_parts, sizes.num_slots, sizes.rank), dtype)
-    for part, (one, rows) in enumerate(zip(master.parts, _rows(master), strict=True)):
-        rank = one["a"].shape[0]
-        a = a.at[part, 0, :rank].set(one["a"].astype(dtype))
-        b = b.at[rows, part, 0, :rank].set(one["b"].astype(dtype))
+    num_parts, (*lead, num_out, num_in) = len(master.parts), master.w.shape
+    sizes = AdapterSizes(max_loras=1, max_lora_rank=master.rank)
+    a = jnp.zeros((*lead, num_parts, sizes.num_slots, sizes.rank, num_in), dtype)
+    b = jnp.zeros((*lead, num_out, num_parts, sizes.num_slots, sizes.rank), dtype)
+    for part, one, rows in _parts(master):
+        a = a.at[..., part, 0, : master.rank, :].set(one["a"].astype(dtype))
+        b = b.at[..., rows, part, 0, : master.rank].set(one["b"].astype(dtype))
     scales = jnp.full((num_parts, sizes.num_slots), master.scale, jnp.float32)
-    stack = AdapterStack(a=a.reshape(-1, num_in), b=b.reshape(num_out, -1), scales=scales)
+    stack = AdapterStack(
+        a=a.reshape(*lead, -1, num_in), b=b.reshape(*lead, num_out, -1), scales=scales
+    )
     return AdaptedMatrix(base=master.w.astype(dtype), stack=stack, slots=jnp.zeros(1, jnp.int32))
 
 
-def _rows(master: AdaptedMaster) -> list[slice]:
-    """Of each tensor its rows in the matrix."""
-    rows, start = [], 0
-    for one in master.parts:
-        rows.append(slice(start, start + one["b"].shape[0]))
-        start = rows[-1].stop
-    return rows
+def _parts(master: AdaptedMaster) -> Iterator[tuple[int, dict[str, Any], slice]]:
+    """Of each tensor that has an adapter its number, its masters and its rows in the matrix."""
+    stops = itertools.accumulate(master.widths)
+    for part, (one, width, stop) in enumerate(zip(master.parts, master.widths, stops, strict=True)):
+        if one is not None:
+            yield part, one, slice(stop - width, stop)
+
+
+class Products(NamedTuple):
+    """What the gradients of an adapter are made of, float32.
+
+    Attributes:
+        by_a: Rows, and A: `A x`.
+        by_outputs: Cotangents, a matrix (out, in), and the rows of each of its tensors: of W and B.
+        by_ranks: Cotangents of `A x`, and A.
+        of_weights: The sum over tokens of `a[t, x] * b[t, y]`.
+    """
+
+    by_a: Callable
+    by_outputs: Callable
+    by_ranks: Callable
+    of_weights: Callable
+
+
+def adapter_gradients(
+    products: Products,
+    x: jax.Array,
+    master: AdaptedMaster,
+    cotangent: jax.Array,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, AdaptedMaster]:
+    """Cotangents of the inputs, unrounded, and of the adapter.
+
+    # ORDER: the cotangent of the inputs is that of the weights, then each part's, left to right.
+    """
+    of_x = products.by_outputs(cotangent, master.w.astype(dtype), master.widths)
+    found: list[dict[str, Any] | None] = [None] * len(master.parts)
+    for part, one, rows in _parts(master):
+        a, b, of_part = one["a"].astype(dtype), one["b"].astype(dtype), cotangent[:, rows]
+        h = (master.scale * products.by_a(x, a)).astype(x.dtype)
+        of_h = (master.scale * products.by_outputs(of_part, b, ())).astype(x.dtype)
+        of_x = of_x + products.by_ranks(of_h, a)
+        of_a, of_b = products.of_weights(of_h, x), products.of_weights(of_part, h)
+        found[part] = {"a": of_a, "b": of_b}
+    frozen = jnp.zeros_like(master.w)
+    return of_x, dataclasses.replace(master, w=frozen, parts=tuple(found))
 
 
 def _gradients(
@@ -54,21 +98,19 @@ def _gradients(
     """Cotangents of the inputs and of the adapter.
 
     Ranks that share the matrix have its inputs and columns of A, or its outputs and rows of B.
-
-    # ORDER: the cotangent of the inputs is that of the weights, then each part's, left to right.
     """
-    widths = tuple(one["b"].shape[0] for one in master.parts)
-    over_outputs = functools.partial(sums.rows_times, is_split=not splits_inputs)
-    of_x = over_outputs(cotangent, master.w.astype(dtype).T, widths=widths)
-    parts = []
-    for one, rows in zip(master.parts, _rows(master), strict=True):
-        a, b, of_part = one["a"].astype(dtype), one["b"].astype(dtype), cotangent[:, rows]
-        h = (master.scale * sums.rows_times(x, a, is_split=splits_inputs)).astype(x.dtype)
-        of_h = (master.scale * over_outputs(of_part, b.T)).astype(x.dtype)
-        of_x = of_x + sums.rows_times(of_h, a.T)
-        parts.append({"a": sums.of_weights(of_h, x), "b": sums.of_weights(of_part, h)})
-    frozen = AdaptedMaster(w=jnp.zeros_like(master.w), parts=tuple(parts), scale=master.scale)
-    return of_x.astype(x.dtype), frozen
+
+    def by_outputs(rows, w, widths):
+        return sums.rows_times(rows, w.T, widths=widths, is_split=not splits_inputs)
+
+    products = Products(
+        by_a=functools.partial(sums.rows_times, is_split=splits_inputs),
+        by_outputs=by_outputs,
+        by_ranks=lambda rows, a: sums.rows_times(rows, a.T),
+        of_weights=sums.of_weights,
+    )
+    of_x, of_master = adapter_gradients(products, x, master, cotangent, dtype)
+    return of_x.astype(x.dtype), of_master
 
 
 def linear(
@@ -83,7 +125,7 @@ def linear(
 
     def kernel(x, w, bias):
         own = None if bias is None else bias.astype(dtype)
-        return adapted_linear(ctx, x, _served(w, dtype), own)
+        return adapted_linear(ctx, x, served(w, dtype), own)
 
     def gradient(args, _, cotangent):
         x, w, _ = args
@@ -106,7 +148,7 @@ def linear_add_rms_norm(
 
     def kernel(x, w, residual, bias, gain):
         own = None if bias is None else bias.astype(dtype)
-        adapted = _served(w, dtype)
+        adapted = served(w, dtype)
         return tuple(row_parallel_norm(ctx, x, adapted, residual, own, gain.astype(dtype)))
 
     def gradient(args, out, cotangents):

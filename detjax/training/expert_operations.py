@@ -6,41 +6,37 @@ A pair of a row and one of its experts is a slot: slot `row * top_k + rank`.
 
 import functools
 import operator
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from detjax.array_types import Activation, Array, Float32, Int32
-from detjax.models.layers import ForwardContext
+from detjax.models.layers import ForwardContext, adapted_expert_linear, adapted_expert_mlp
 from detjax.models.params import padded_router_size
 from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.gradients.composed import row_sums
 from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.moe.api import combine_experts_add_rms_norm as combine_experts_kernel
-from detjax.pallas_kernels.moe.api import expert_linear
 from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
 from detjax.pallas_kernels.moe.api import route_by_sigmoid as route_by_sigmoid_kernel
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate as sigmoid_gate_kernel
-from detjax.pallas_kernels.swiglu.api import swiglu
-from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
-from detjax.training.formulas import plain_swiglu
+from detjax.training.adapter_operations import Products, adapter_gradients, served
+from detjax.training.expert_slots import FLOAT32, ExpertSlots, slots_of
 from detjax.training.gradients import (
-    COLUMN_AXIS,
     OUT_BLOCK,
-    ROW_AXIS,
     CanonicalSums,
     GradientSums,
     linear_gradients,
     with_gradient,
 )
+from detjax.training.lora import AdaptedMaster
 from detjax.training.operations import bias_gradient, norm_gradients
 from detjax.training.rounding import stored_gain
-
-FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def router_logits(
@@ -201,11 +197,13 @@ def expert_mlp(
     sums: GradientSums,
     x: Activation[Array, "M D"],
     expert_ids: Int32[Array, "M Q"],
-    w_gate_up: Float32[Array, "U E D"],
-    w_down: Float32[Array, "U D F"],
+    w_gate_up: Float32[Array, "U E D"] | AdaptedMaster,
+    w_down: Float32[Array, "U D F"] | AdaptedMaster,
     biases: tuple[Float32[Array, "U E"], Float32[Array, "U D"]] | None = None,
 ) -> Activation[Array, "M Q D"]:
     """Run each row through its experts: `moe.api.expert_mlp`. Those with biases have a clamp.
+
+    Both matrices have an adapter, or none: then `models.layers.adapted_expert_mlp`.
 
     Numerics:
         Gradients are canonical (docs/training.md), or ragged products of the slots sorted by
@@ -216,6 +214,9 @@ def expert_mlp(
     clamp = config.clamp
 
     def kernel(x, expert_ids, w_gate_up, w_down, biases):
+        if isinstance(w_gate_up, AdaptedMaster):
+            adapted = served(w_gate_up, dtype), served(w_down, dtype)
+            return adapted_expert_mlp(ctx, x, expert_ids, *adapted)
         extras = None
         if biases is not None:
             assert clamp is not None  # of experts with biases
@@ -230,118 +231,73 @@ def expert_mlp(
         )
 
     def gradient(args, _, cotangent):
-        x, expert_ids, *matrices = args[:4]
-        biases = args[4] if args[4] is None else tuple(bias.astype(dtype) for bias in args[4])
-        given = (x, expert_ids, *(w.astype(dtype) for w in matrices), biases)
-        if isinstance(sums, CanonicalSums):
-            return _canonical_mlp(sums, given, cotangent, clamp)
-        return _ragged_mlp(given, cotangent, clamp)
+        x, expert_ids, *matrices, biases = args
+        own = (None, None) if biases is None else [bias.astype(dtype) for bias in biases]
+        gate_up, down = (
+            ExpertProduct(ctx=ctx, w=w, bias=bias) for w, bias in zip(matrices, own, strict=True)
+        )
+        slots = slots_of(sums, expert_ids, config.num_experts)
+        rows, of_y = slots.rows(x), slots.of_ranks(cotangent)
+        before = gate_up.of(slots, rows)
+        of_gated, *of_down = down.gradients(slots, slots.gated(before, clamp), of_y, x.dtype)
+        of_before = slots.of_gates(before, of_gated, clamp)
+        # ROUND: canonical each slot, and their sum, to the activations' dtype.
+        slot_dtype = x.dtype if isinstance(sums, CanonicalSums) else FLOAT32
+        of_rows, *of_gate_up = gate_up.gradients(slots, rows, of_before, slot_dtype)
+        of_matrices, of_biases = zip(of_gate_up, of_down, strict=True)
+        of_x = slots.over_ranks(of_rows).astype(x.dtype)
+        return of_x, None, *of_matrices, None if biases is None else of_biases
 
     return with_gradient(kernel, gradient)(x, expert_ids, w_gate_up, w_down, biases)
 
 
-def _of_experts(of_groups: Callable, of_gate_up, rows, of_y, gated, *, has_biases: bool) -> tuple:
-    """Cotangents of both matrices, and of their biases, which multiply ones."""
-    if not has_biases:
-        return of_groups(of_gate_up, rows), of_groups(of_y, gated), None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertProduct:
+    """A matrix of each expert in a backward pass.
 
-    def both(a, b):
-        ones = jnp.ones((len(b), 1), b.dtype)
-        joined = of_groups(a, jnp.concatenate([b, ones], axis=1))
-        return joined[..., :-1], joined[..., -1]
-
-    (of_w_gate_up, of_bias), (of_w_down, of_down_bias) = both(of_gate_up, rows), both(of_y, gated)
-    return of_w_gate_up, of_w_down, (of_bias, of_down_bias)
-
-
-def _ragged_mlp(args: tuple, cotangent, clamp: SwigluClamp | None) -> tuple:
-    """`_canonical_mlp` by products of the slots sorted by expert, in XLA's order."""
-    x, expert_ids, w_gate_up, w_down, biases = args
-    top_k = expert_ids.shape[1]
-    experts = expert_ids.reshape(-1)
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=w_down.shape[0]).astype(jnp.int32)
-    rows = jnp.take(x, order // top_k, axis=0)
-    of_y = jnp.take(cotangent.reshape(-1, cotangent.shape[2]), order, axis=0)
-    w_gate_up, w_down = (w.astype(x.dtype) for w in (w_gate_up, w_down))
-    gate_up = _ragged(rows, w_gate_up, sizes, COLUMN_AXIS)
-    if biases is not None:
-        gate_up = gate_up + biases[0].astype(jnp.float32)[experts[order]]
-    formula = functools.partial(plain_swiglu, clamp=clamp)
-    gated, of_gate_up = jax.vjp(formula, gate_up.astype(x.dtype))
-    of_gated = _ragged(of_y, w_down, sizes, ROW_AXIS).astype(x.dtype)
-    (of_gate_up,) = of_gate_up(of_gated)
-    of_rows = jnp.take(_ragged(of_gate_up, w_gate_up, sizes, ROW_AXIS), jnp.argsort(order), axis=0)
-    of_x = jnp.sum(of_rows.reshape(-1, top_k, x.shape[1]), axis=1).astype(x.dtype)
-    of_groups = functools.partial(_of_groups, sizes=sizes)
-    return (
-        of_x,
-        None,
-        *_of_experts(of_groups, of_gate_up, rows, of_y, gated, has_biases=biases is not None),
-    )
-
-
-def _canonical_mlp(sums: CanonicalSums, args: tuple, cotangent, clamp: SwigluClamp | None) -> tuple:
-    """Cotangents of rows, ids, both matrices and their biases; weights are rounded.
-
-    # ORDER: a slot's row by its expert alone, K in order, as forward; slots of a row left to right.
+    Attributes:
+        ctx: The model.
+        w: float32, as masters are, or with an adapter.
+        bias: As kernels see it, or None.
     """
-    x, expert_ids, w_gate_up, w_down, biases = args
-    num_rows, top_k = expert_ids.shape
-    multiply = functools.partial(
-        expert_linear, experts=expert_ids.reshape(-1), out_dtype=x.dtype, backend=sums.backend
-    )
-    of_groups = functools.partial(
-        sums.of_experts, expert_ids=expert_ids, num_experts=w_down.shape[0]
-    )
 
-    def of_gates(gate_up, of_gated):
-        def formula(gate_up):  # [64, Q, E]
-            flat = plain_swiglu(gate_up.reshape(-1, gate_up.shape[2]), clamp)
-            return flat.reshape(*gate_up.shape[:2], -1)
+    ctx: ForwardContext
+    w: Any
+    bias: Any
 
-        gate_up, of_gated = (x.reshape(num_rows, top_k, -1) for x in (gate_up, of_gated))
-        return sums.of_formula(formula, (gate_up,), (), of_gated)[0][0]
+    def of(self, slots: ExpertSlots, rows: Activation[Array, "S I"]) -> Activation[Array, "S O"]:
+        """The product as the forward pass has it, of an adapter in its bits."""
+        dtype = self.ctx.profile.param_dtype
+        if isinstance(self.w, AdaptedMaster):
+            return adapted_expert_linear(self.ctx, rows, slots.experts, served(self.w, dtype))
+        return slots.times(rows, self.w.astype(dtype), self.bias, out_dtype=rows.dtype)
 
-    rows = jnp.repeat(x, top_k, axis=0)
-    of_y = cotangent.reshape(num_rows * top_k, -1)
-    gate_up = multiply(rows, w=w_gate_up, bias=biases and biases[0])
-    of_gated = multiply(of_y, w=w_down.swapaxes(1, 2))
-    of_gate_up = of_gates(gate_up, of_gated).reshape(gate_up.shape)
-    of_slots = multiply(of_gate_up, w=w_gate_up.swapaxes(1, 2)).astype(jnp.float32)
-    # ROUND: each slot, and their sum, to the activations' dtype.
-    ranks = list(jnp.moveaxis(of_slots.reshape(num_rows, top_k, -1), 1, 0))
-    of_x = functools.reduce(operator.add, ranks).astype(x.dtype)
-    gated = swiglu(gate_up, clamp=clamp, backend=sums.backend)
-    return (
-        of_x,
-        None,
-        *_of_experts(of_groups, of_gate_up, rows, of_y, gated, has_biases=biases is not None),
-    )
-
-
-def _ragged(x, w, sizes, w_axis: int) -> Float32[Array, "X Y"]:
-    """Contract the columns of each group of rows with an axis of its matrix."""
-    return lax.ragged_dot_general(
-        x,
-        w,
-        sizes,
-        lax.RaggedDotDimensionNumbers((((1,), (1 + w_axis,)), ((), ())), [0], [0]),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _of_groups(a, b, *, sizes) -> Float32[Array, "U X Y"]:
-    """Contract the rows of each group."""
-    return lax.ragged_dot_general(
-        a,
-        b,
-        sizes,
-        lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    def gradients(
+        self,
+        slots: ExpertSlots,
+        rows: Activation[Array, "S I"],
+        cotangent: Activation[Array, "S O"],
+        out_dtype: jnp.dtype,
+    ) -> tuple[Activation[Array, "S I"], Any, Float32[Array, "U O"] | None]:
+        """Cotangents of rows, of the matrices or their adapter, and of biases."""
+        dtype = self.ctx.profile.param_dtype
+        if isinstance(self.w, AdaptedMaster):
+            wide = functools.partial(slots.times, out_dtype=FLOAT32)
+            products = Products(
+                by_a=wide,
+                by_outputs=lambda rows, w, _: wide(rows, w, is_back=True),
+                by_ranks=functools.partial(wide, is_back=True),
+                of_weights=slots.of_experts,
+            )
+            of_rows, of_w = adapter_gradients(products, rows, self.w, cotangent, dtype)
+            return of_rows.astype(out_dtype), of_w, None
+        of_rows = slots.times(cotangent, self.w.astype(dtype), is_back=True, out_dtype=out_dtype)
+        if self.bias is None:
+            return of_rows, slots.of_experts(cotangent, rows), None
+        # A bias multiplies ones.
+        ones = jnp.ones((len(rows), 1), rows.dtype)
+        joined = slots.of_experts(cotangent, jnp.concatenate([rows, ones], axis=1))
+        return of_rows, joined[..., :-1], joined[..., -1]
 
 
 def combine_experts_add_rms_norm(

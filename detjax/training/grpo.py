@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.models.adapters.peft_config import ALL_LINEAR
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
@@ -73,6 +74,7 @@ class GrpoArgs:
     remat: bool
     lora_rank: int
     lora_alpha: float
+    lora_target_modules: tuple[str, ...]
     output: Path | None
     save: Path | None
     save_every: int | None
@@ -83,7 +85,13 @@ class GrpoArgs:
         """The adapter that is trained; None trains the weights."""
         if not self.lora_rank:
             return None
-        return LoraConfig(rank=self.lora_rank, alpha=self.lora_alpha, seed=self.seeds[0])
+        names = self.lora_target_modules
+        return LoraConfig(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            seed=self.seeds[0],
+            target_modules=ALL_LINEAR if names in ((), (ALL_LINEAR,)) else names,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +135,8 @@ class GrpoSetup:
         run = {"rollout": mode, "seed": seed, "fingerprint": self.fingerprint}
         if self.args.lora is not None:
             run |= {"lora_rank": self.args.lora_rank, "lora_alpha": self.args.lora_alpha}
+            if self.args.lora.target_modules != ALL_LINEAR:  # which older states do not say
+                run |= {"lora_target_modules": list(self.args.lora_target_modules)}
         if isinstance(self.task, Rewarded):
             run |= {"reward": self.args.reward, "reward_sha256": self.task.reward_sha256}
         sizes = asdict(self.sizes)

@@ -20,7 +20,7 @@ from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
 from detjax.training.batch import Scored
-from detjax.training.lora import LoraConfig, served_adapter
+from detjax.training.lora import LoraConfig, adapts_experts, served_adapter
 from detjax.training.tasks import AbstractTask, Problem
 from detjax.training.weights import serving_params
 
@@ -93,7 +93,11 @@ class Rollout:
             ValueError: If the task's stop text is not one token.
         """
         if lora is not None:
-            model = open_adapters(model, AdapterSizes(max_loras=1, max_lora_rank=lora.rank))
+            of_experts = lora.rank if adapts_experts(model.config, lora) else 0
+            sizes = AdapterSizes(
+                max_loras=1, max_lora_rank=lora.rank, max_expert_lora_rank=of_experts
+            )
+            model = open_adapters(model, sizes)
         self._lora, self._adapter = lora, ""
         self._model, self._tokenizer, self._task = model, tokenizer, task
         self._change_weights = change_weights

@@ -163,7 +163,7 @@ def replicas_of(
     """
     if shares_layers:
         split = _layer_partitions(config, weights, tp=mesh.shape[TP_AXIS])
-        of_adapter = None if adapter is None else adapter_partitions(split["layers"])
+        of_adapter = None if adapter is None else adapter_partitions(split["layers"], adapter)
     else:
         devices = mesh.devices.reshape(-1, 1)
         mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)

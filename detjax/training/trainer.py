@@ -28,6 +28,7 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.interpreter_exit import finishes_before_exit
 from detjax.models.layers import ForwardContext
 from detjax.models.loading import LoadedModel
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.collectives import butterfly_sum
 from detjax.parallel.dispatch import OrderedJit
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -35,7 +36,12 @@ from detjax.training.batch import Batch, SequenceRun, aligned_runs
 from detjax.training.extras import optax
 from detjax.training.forward import token_logprobs, token_logprobs_and_balance
 from detjax.training.gradients import Backward
-from detjax.training.lora import LoraConfig, adapter_shapes, first_adapter, with_adapter
+from detjax.training.lora import (
+    LoraConfig,
+    adapter_shapes,
+    first_adapter,
+    with_adapter,
+)
 from detjax.training.rounding import by_use, of_uses
 from detjax.training.sharing import joined_spec, replicas_of, why_layers_not_shared
 from detjax.training.update import global_norm, update_in_blocks, why_not_elementwise
@@ -122,7 +128,7 @@ class Trainer:
             ValueError: If the model is split over tp, `clip_norm` is not positive, or
                 `balance_weight` is negative, or positive for a model without experts or with a
                 canonical backward pass; if the devices are no power of two, the optimizer is not
-                elementwise, or ranks cannot share the layers.
+                elementwise, ranks cannot share the layers, or the model cannot have the adapter.
         """
         tp = mesh.shape[TP_AXIS] if shares_layers else 1
         _check_training(model, balance_weight=balance_weight, lora=lora, backward=backward, tp=tp)
@@ -400,6 +406,13 @@ def _check_training(
     """
     if lora is not None and balance_weight:
         raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
+    why = KERNELS[model.backend].why_no_expert_adapters
+    if why and lora is not None and model.config.experts is not None:
+        raise ValueError(
+            f"training of adapters of a mixture on backend {model.backend.value} is not supported: "
+            f"{why}, and no GPU has run those of attention alone; use backend 'reference' or "
+            "'portable'"
+        )
     if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
         raise ValueError(
             f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"

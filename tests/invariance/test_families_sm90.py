@@ -124,7 +124,7 @@ def answers(
 def adapted_answers(case: str, made: LoadedModel, config: EngineConfig) -> list[Completion]:
     """Those of requests of which two of three have an adapter, also where none was proven."""
     adapters = [random_adapter(config_of(case), seed=i, rank=rank) for i, rank in ((0, 3), (1, 16))]
-    with mock.patch("detjax.models.adapters.stack.why_unproven", lambda config: ""):
+    with mock.patch("detjax.models.adapters.stack.unproven", lambda config: []):
         engine = Engine(open_adapters(made, AdapterSizes(max_loras=2)), config)
     names = [*map(engine.add_adapter, adapters), ""]
     return engine.generate(

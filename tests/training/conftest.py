@@ -32,6 +32,10 @@ assert _EXPERTS is not None
 CONFIGS["experts_of_all"] = dataclasses.replace(
     CONFIGS["experts"], experts=dataclasses.replace(_EXPERTS, renormalise=False)
 )
+CONFIGS["shared_expert"] = dataclasses.replace(
+    CONFIGS["experts"],
+    experts=dataclasses.replace(_EXPERTS, shared_width=64, has_shared_gate=True),
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

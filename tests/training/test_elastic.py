@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from detjax.models.adapters.peft_config import ALL_LINEAR
 from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -71,12 +72,13 @@ def updated(of: Trainer, batches, *, updates: int = 1, state: TrainState | None 
 
 @cache
 def expert_trainer(
-    dp: int = 1, tp: int = 1, *, backend: Backend, backward: Backward = Backward.CANONICAL
-) -> Trainer:
+    dp: int = 1, tp: int = 1, *, backend: Backend, backward: Backward = Backward.CANONICAL,
+    lora: LoraConfig | None = None,
+) -> Trainer:  # fmt: skip
     model = dummy_model(dummy_config(num_layers=1, experts=(8, 3)), backend=backend)
     return Trainer(
         model, optax.adamw(1e-2, weight_decay=0.1), mesh=make_mesh(dp, tp), clip_norm=1.0,
-        remat=False, backward=backward,
+        remat=False, backward=backward, lora=lora,
     )  # fmt: skip
 
 
@@ -125,17 +127,37 @@ def test_updates_are_bitwise_mesh_and_batch_invariant(dp, tp, size, layout, is_t
     assert got.gradient_norm == want.gradient_norm
 
 
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+of_reference, of_portable = (
+    functools.partial(expert_trainer, backend=backend)
+    for backend in (Backend.REFERENCE, Backend.PORTABLE)
+)
+
+
 @pytest.mark.slow
 @pytest.mark.invariance
-def test_adapters_are_bitwise_mesh_and_batch_invariant(sequences):
-    lora = LoraConfig(rank=4, alpha=8.0)
-    expected, _ = updated(trainer(lora=lora), cut(sequences, 1), updates=2)
-    found, _ = updated(trainer(2, 1, lora=lora), cut(sequences, 4), updates=2)
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        pytest.param(trainer, ALL_LINEAR, id="dense"),
+        pytest.param(of_reference, OF_ATTENTION, id="attention_of_a_mixture"),
+        pytest.param(of_reference, ALL_LINEAR, id="experts"),
+        pytest.param(of_portable, ALL_LINEAR, id="experts_portable", marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_are_bitwise_mesh_and_batch_invariant(make, targets, sequences):
+    """The probe is the list in another order; the control is XLA's backward pass."""
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=targets)
+    eight, one = sequences[:8], make(lora=lora)
+    expected, want = updated(one, cut(eight, 1), updates=2)
+    found, got = updated(make(2, 1, lora=lora), cut(eight, 4), updates=2)
     assert_same(found, expected, "an adapter")
-    other = trainer(lora=lora, backward=Backward.XLA)
-    one, _ = updated(other, cut(sequences, 1), updates=2)
-    four, _ = updated(other, cut(sequences, 4), updates=2)
-    assert num_different(four, one) > 0
+    assert got.gradient_norm == want.gradient_norm > 0
+    turned, _ = updated(one, cut([eight[i] for i in (0, 2, 1, *range(3, 8))], 1), updates=2)
+    assert num_different(turned, expected) > 0
+    by_xla = make(lora=lora, backward=Backward.XLA)
+    of_one, of_four = (updated(by_xla, cut(eight, size), updates=2)[0] for size in (1, 4))
+    assert num_different(of_four, of_one) > 0
 
 
 @pytest.mark.slow

@@ -89,7 +89,14 @@ CONFIGS |= {
         experts=dataclasses.replace(_EXPERTS, clamp=SwigluClamp(alpha=1.702, limit=7.0)),
     ),
 }
-LORA = LoraConfig(rank=8, alpha=16.0)
+CONFIGS["lora_beside_experts"] = CONFIGS["experts"]
+ADAPTERS = {
+    "lora": LoraConfig(rank=8, alpha=16.0),
+    "lora_beside_experts": LoraConfig(
+        rank=8, alpha=16.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+    ),
+}
+"""The cases whose weights stay."""
 LENGTH = 80
 """More than a leaf of tokens, and than the window."""
 
@@ -106,7 +113,7 @@ def trainer(case: str, backend: Backend, backward: Backward = Backward.CANONICAL
     return Trainer(
         dummy_model(CONFIGS[case], backend=backend), optax.sgd(1e-3, momentum=0.9),
         mesh=make_mesh(1, 1, platform=backend.platform), clip_norm=float("inf"),
-        lora=LORA if case == "lora" else None, backward=backward, remat=False,
+        lora=ADAPTERS.get(case), backward=backward, remat=False,
     )  # fmt: skip
 
 
@@ -267,11 +274,11 @@ def test_gradients_are_traced_for_a_gpu(case, count, sequences):
     """On any machine: shapes and dtypes that a kernel does not take are refused."""
     model = dummy_model(CONFIGS[case])
     ctx = ForwardContext(config=model.config, profile=model.profile, backend=Backend.SM90, tp=1)
-    masters = master_params(model)
-    trained = masters if case != "lora" else first_adapter(model.config, LORA, seed=0)
+    masters, lora = master_params(model), ADAPTERS.get(case)
+    trained = masters if lora is None else first_adapter(model.config, lora, seed=0)
 
     def run(params, batch):
-        whole = with_adapter(masters, params, LORA) if case == "lora" else params
+        whole = params if lora is None else with_adapter(masters, params, lora)
         return jnp.sum(token_logprobs(ctx, whole, model.rope_tables, batch, remat=False)[0])
 
     found = jax.eval_shape(jax.grad(run), trained, pack(sequences[:count], length=LENGTH))

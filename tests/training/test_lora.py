@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters trained: the trainer's log-probabilities are the engine's, and merging has others."""
 
+import dataclasses
 import json
+from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.engine.config import EngineConfig
@@ -16,16 +20,23 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.grpo import main
 from detjax.llm import LLM
-from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.adapter import ADAPTED_EXPERTS, read_adapter
 from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.layers import ForwardContext
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
-from detjax.testing import assert_bitwise_equal
+from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.testing.cases import quick_and_slow
-from detjax.training.batch import Scored, by_sequence, pack
+from detjax.testing.dummies import dummy_model
+from detjax.testing.folders import SMALL_MIXTURE, write_model_folder
+from detjax.training.batch import Batch, Scored, by_sequence, pack
+from detjax.training.expert_operations import expert_mlp
 from detjax.training.forward import token_logprobs
+from detjax.training.gradients import Backward, sums_of
 from detjax.training.lora import (
     LoraConfig,
+    adapter_shapes,
+    adapts_experts,
     first_adapter,
     merged,
     served_adapter,
@@ -38,12 +49,27 @@ from detjax.training.weights import master_params
 from .conftest import CONFIGS
 
 LORA = LoraConfig(rank=5, alpha=7.5)
-NAMES = ["tied", "qk_norm_biases_window"]
+OF_ATTENTION = dataclasses.replace(LORA, target_modules=("q_proj", "v_proj", "o_proj"))
+"""Of two of the three tensors of a matrix."""
+OF_DOWN = dataclasses.replace(LORA, rank=17, target_modules=("k_proj", "down_proj"))
+"""Of more than a block of ranks."""
+
+CASES = {
+    "tied": ("tied", LORA),
+    "qk_norm_biases_window": ("qk_norm_biases_window", LORA),
+    "attention_of_a_mixture": ("experts", OF_ATTENTION),
+    "experts": ("experts", LORA),
+    "one_matrix_of_experts": ("experts", OF_DOWN),
+    "beside_a_shared_expert": ("shared_expert", LORA),
+}
+"""Models, the mixture's first layer dense, and adapters."""
+
+NAMES = list(CASES)
 
 
-def trained(config, *, seed: int = 1) -> dict:
+def trained(config, lora: LoraConfig = LORA, *, seed: int = 1) -> dict:
     """Masters as after some steps: no B is zero."""
-    masters = first_adapter(config, LORA, seed=seed)
+    masters = first_adapter(config, lora, seed=seed)
     rng = np.random.default_rng(seed)
     for layer in masters["layers"]:
         for one in layer.values():
@@ -53,13 +79,22 @@ def trained(config, *, seed: int = 1) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
-def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name):
-    """tp 4 against tp 1. The control: with the adapter merged on bfloat16 they differ."""
-    config, masters = CONFIGS[name], trained(CONFIGS[name])
-    served = open_adapters(model_named(name, tp=4), AdapterSizes(max_loras=2))
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    quick_and_slow(
+        [(NAMES[0], 4)], [*((name, 4) for name in NAMES[1:]), ("experts", 1), ("experts", 8)]
+    ),
+)
+def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named, name, tp):
+    """tp of the engine against one device. Control: the adapter merged on bfloat16 differs."""
+    name, lora = CASES[name]
+    config = CONFIGS[name]
+    masters = trained(config, lora)
+    of_experts = lora.rank if adapts_experts(config, lora) else 0
+    sizes = AdapterSizes(max_loras=2, max_lora_rank=lora.rank, max_expert_lora_rank=of_experts)
+    served = open_adapters(model_named(name, tp=tp), sizes)
     engine = Engine(served, EngineConfig(batch_size=2, max_len=256))
-    sha = engine.add_adapter(served_adapter(masters, LORA, dtype=jnp.dtype(jnp.bfloat16)))
+    sha = engine.add_adapter(served_adapter(masters, lora, dtype=jnp.dtype(jnp.bfloat16)))
     rng = np.random.default_rng(3)
     asked = [
         Request(
@@ -85,34 +120,44 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
     def answers(params) -> list[np.ndarray]:
         return [row[-4:] for row in by_sequence(batch, np.asarray(logprobs(params, batch)))]
 
-    got = answers(with_adapter(base, masters, LORA))
+    got = answers(with_adapter(base, masters, lora))
     for row, one in zip(got, done, strict=True):
         assert_bitwise_equal(row, np.stack(one.logprobs), claim="trainer and engine")
-    other = answers(merged(base, masters, LORA))
+    other = answers(merged(base, masters, lora))
     for row, one in zip(other, done, strict=True):
         assert (row != np.stack(one.logprobs)).all()
         assert np.abs(row - np.stack(one.logprobs)).max() < 0.5, "the same function"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick_and_slow(NAMES[:1], NAMES[1:]))
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    quick_and_slow(
+        [(NAMES[0], Backward.CANONICAL)],
+        [*((name, Backward.CANONICAL) for name in NAMES[1:]), ("experts", Backward.XLA)],
+    ),
+)
 def test_gradients_of_an_adapter_are_those_of_the_formula(
-    model_named, plain_logprobs, weighted, name
+    model_named, plain_logprobs, weighted, name, backward
 ):
     """Against `jax.grad` of the plain model with merged weights, in float32: 1e-4 of the norm."""
-    config, masters = CONFIGS[name], trained(CONFIGS[name])
+    name, lora = CASES[name]
+    config = CONFIGS[name]
+    masters = trained(config, lora)
     model = model_named(name, dtype="float32")
     ctx = ForwardContext(config=config, profile=model.profile, backend=model.backend, tp=1)
     base, (row,) = master_params(model), weighted(20)
 
     def loss(masters, batch):
-        params = with_adapter(base, masters, LORA)
-        values = token_logprobs(ctx, params, model.rope_tables, batch, remat=True)[0]
+        params = with_adapter(base, masters, lora)
+        values = token_logprobs(
+            ctx, params, model.rope_tables, batch, remat=True, backward=backward
+        )[0]
         return -jnp.sum(batch.weights * values)
 
     def plain(masters):
         layers = [
-            weights | {n: weights[n] + LORA.scale * own[n]["b"] @ own[n]["a"] for n in own}
+            weights | {n: weights[n] + lora.scale * own[n]["b"] @ own[n]["a"] for n in own}
             for weights, own in zip(base["layers"], masters["layers"], strict=True)
         ]
         values = plain_logprobs(jnp, config, {**base, "layers": layers}, row.token_ids)
@@ -153,22 +198,111 @@ def test_a_step_changes_the_adapter_alone_and_is_mesh_invariant(model_named, wei
     assert all(changed)
 
 
-def test_a_written_adapter_is_the_served_one(tmp_path):
-    config = CONFIGS["tied"]
-    masters, dtype = trained(config), jnp.dtype(jnp.bfloat16)
-    write_adapter(tmp_path / "a", masters, LORA, config)
-    read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=8)
-    assert read.sha256 == served_adapter(masters, LORA, dtype=dtype).sha256
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_adapter_is_the_served_one(tmp_path, name):
+    name, lora = CASES[name]
+    config, dtype = CONFIGS[name], jnp.dtype(jnp.bfloat16)
+    masters = trained(config, lora)
+    write_adapter(tmp_path / "a", masters, lora, config)
+    read = read_adapter(tmp_path / "a", config, dtype=dtype, max_rank=17, max_expert_rank=17)
+    assert read.sha256 == served_adapter(masters, lora, dtype=dtype).sha256
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("q_proj", "c_attn"), "'c_attn', and no linear module of this model ends with it; its "),
+        (("lm_head",), "targets 'lm_head', and adapters of it are not supported"),
+        (("gate",), "targets 'model.layers.1.mlp.gate', and adapters of it are not supported"),
+        (("gate_proj",), "targets 'model.layers.1.mlp.shared_expert.gate_proj', and adapters"),
+        (("experts.3.up_proj",), "names 1 of the 8 experts of layer 1, .* name all of them or"),
+        ((), r"target_modules=\(\) must be 'all-linear' or a tuple of names"),
+        ("q_proj", "target_modules='q_proj' must be 'all-linear' or a tuple of names"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused_by_name(targets, message):
+    with pytest.raises(ValueError, match=message):
+        adapter_shapes(CONFIGS["shared_expert"], dataclasses.replace(LORA, target_modules=targets))
+
+
+@cache
+def gradient_of_experts(backward: Backward) -> Callable[[Batch], dict]:
+    """Of an adapter of one layer's experts, whose rows, routes and cotangents are those of ids."""
+    model = dummy_model(CONFIGS["experts"], backend=Backend.REFERENCE)
+    ctx = ForwardContext(config=model.config, profile=model.profile, backend=model.backend, tp=1)
+    rng, width = np.random.default_rng(2), model.config.hidden_size
+    shapes = ((width,), jnp.bfloat16), ((3, width), jnp.bfloat16), ((8,), jnp.float32)
+    tables = [jnp.asarray(rng.standard_normal((320, *shape)), dtype) for shape, dtype in shapes]
+    base, masters = master_params(model), trained(model.config)
+
+    @jax.jit
+    def gradient(masters, base, batch):
+        sums = sums_of(backward, batch, profile=ctx.profile, backend=ctx.backend)
+        x, of_y, scores = (jnp.take(table, batch.ids, axis=0) for table in tables)
+        ids = jnp.argsort(scores, axis=1)[:, :3].astype(jnp.int32)
+
+        def loss(masters):
+            weights = with_adapter(base, masters, LORA)["layers"][1]
+            matrices = weights["expert_gate_up"], weights["expert_down"]
+            y = expert_mlp(ctx, sums, x, ids, *matrices)
+            return jnp.sum(y * of_y, dtype=jnp.float32)
+
+        found = jax.grad(loss)(masters)["layers"][1]
+        return {name: found[name] for name in ADAPTED_EXPERTS}
+
+    return lambda batch: gradient(masters, base, batch)
+
+
+@pytest.mark.invariance
+def test_gradients_of_an_adapter_of_experts_are_bitwise_batch_invariant(weighted):
+    """Four sequences, and each alone. Probe: another order of them; control: XLA's products."""
+    sequences = weighted(5, 71, 9, 30)
+
+    def together(order, backward=Backward.CANONICAL):
+        return gradient_of_experts(backward)(pack([sequences[i] for i in order], length=70))
+
+    def alone(backward):
+        parts = [gradient_of_experts(backward)(pack([one], length=70)) for one in sequences]
+        pairs = [jax.tree.map(jnp.add, *parts[i : i + 2]) for i in (0, 2)]
+        return jax.tree.map(jnp.add, *pairs)
+
+    expected = together(range(4))
+    for (path, found), want in zip(
+        jax.tree.leaves_with_path(alone(Backward.CANONICAL)), jax.tree.leaves(expected), strict=True
+    ):
+        assert_bitwise_equal(found, want, claim=f"alone: {jax.tree_util.keystr(path)}")
+        assert np.asarray(want).any()
+    others = (
+        (together((0, 2, 1, 3)), expected),
+        (alone(Backward.XLA), together(range(4), Backward.XLA)),
+    )
+    for pair in others:
+        assert sum(jax.tree.leaves(jax.tree.map(count_different_bits, *pair))) > 0
+
+
+TINY = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
+        "--no-remat", "--backend", "portable", "--rollout-tp", "1", "--steps", "3",
+        "--lora-rank", "4", "--learning-rate", "1e-2"]  # fmt: skip
+
+
+@pytest.fixture
+def mixture(tmp_path, monkeypatch) -> list[str]:
+    """Arguments for a mixture of experts, and for a reward that its random answers differ in."""
+    (tmp_path / "some_rewards.py").write_text(
+        "def number_of_bytes(problem, text):\n    return float(sum(text.encode()) % 7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    base = write_model_folder(tmp_path / "base", SMALL_MIXTURE, scale=0.2)
+    return ["--model", str(base), "--reward", "some_rewards:number_of_bytes", "--max-prompt", "16"]
 
 
 @pytest.mark.slow
 @pytest.mark.invariance
-def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
-    """The whole loop on the bundled model; the adapter that it saves is the one that it served."""
-    tiny = ["--prompts", "2", "--samples", "4", "--microbatch", "8", "--batch-size", "8",
-            "--no-remat", "--backend", "portable", "--rollout-tp", "1", "--steps", "3",
-            "--lora-rank", "4", "--learning-rate", "1e-2"]  # fmt: skip
-    assert main([*tiny, "--output", str(tmp_path)]) == OK
+@pytest.mark.parametrize("is_mixture", [False, True], ids=["bundled", "mixture"])
+def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path, request, is_mixture):
+    """The whole loop. The adapter that it saves is trained, of experts too, and can be served."""
+    base = request.getfixturevalue("mixture") if is_mixture else []
+    assert main([*TINY, *base, "--output", str(tmp_path)]) == OK
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     exact = [row for row in rows if row["rollout"] == "invariant"]
     other = [row for row in rows if row["rollout"] == "merged"]
@@ -178,8 +312,35 @@ def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path):
     assert other[0]["kl"] == 0, "B is zero before the first update"
     assert all(row["num_different"] > 0 for row in other[1:])
     saved = ["--rollout", "invariant", "--save", str(tmp_path / "state")]
-    assert main([*tiny, *saved]) == OK
+    assert main([*TINY, *base, *saved]) == OK
     (folder,) = (tmp_path / "state").iterdir()
-    llm = LLM(enable_lora=True, max_len=128, batch_size=1, show_progress=False)
+    options = {"model": base[1], "max_expert_lora_rank": 4} if is_mixture else {}
+    llm = LLM(enable_lora=True, max_len=128, batch_size=1, show_progress=False, **options)
     assert len(llm.load_adapter(folder / "adapter")) == 64
-    assert main([*tiny, "--rollout", "fast"]) == BAD_INPUT
+    tensors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    of_experts = [x for name, x in tensors.items() if ".experts." in name and "lora_B" in name]
+    assert len(of_experts) == (2 * 8 * 3 if is_mixture else 0)
+    assert is_mixture == any(x.any() for x in of_experts)
+    assert main([*TINY, *base, "--rollout", "fast"]) == BAD_INPUT
+
+
+def test_modules_of_the_command_go_with_an_adapter_and_are_of_the_model(mixture, capsys):
+    assert main([*mixture, "--lora-target-modules", "q_proj"]) == BAD_INPUT
+    assert "--lora-target-modules is of an adapter" in capsys.readouterr().err
+    assert main([*TINY, *mixture, "--lora-target-modules", "w1"]) == BAD_INPUT
+    assert "has 'w1', and no linear module of this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora", [LORA, OF_ATTENTION], ids=["experts", "attention"])
+@pytest.mark.parametrize(
+    ("backend", "tp", "says"),
+    [
+        (Backend.SM90, 1, "a mixture on backend sm90 is not supported: its products of experts"),
+        (Backend.REFERENCE, 2, "tp=2: ranks do not share mixtures"),
+    ],
+)
+def test_what_is_not_proven_of_experts_is_refused_with_the_reason(backend, tp, says, lora):
+    model = dataclasses.replace(dummy_model(CONFIGS["experts"]), backend=backend)
+    options = {"mesh": make_mesh(1, tp), "clip_norm": 1.0, "shares_layers": tp > 1}
+    with pytest.raises(ValueError, match=says):
+        Trainer(model, optax.sgd(1.0), lora=lora, **options)

@@ -45,24 +45,27 @@ type Key = tuple[int, str]
 """Layer and name of a tensor, as in `Adapter.tensors`."""
 
 
-def why_unproven(config: ModelConfig) -> str:
-    """What a model has with which no GPU has run adapters; empty if it has nothing of it."""
+SHARED_EXPERT = "a shared expert"
+
+
+def unproven(config: ModelConfig) -> list[str]:
+    """What a model has with which no GPU has run adapters."""
     layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
     plan = readings(config, jnp.dtype(jnp.bfloat16))
     matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
     facts = {
         "biases and a clamp in its experts": config.has_clamped_experts,
         "linear attention": config.linear_attention is not None,
-        "a shared expert": config.has_shared_expert,
         "norms behind its products": config.norms is not NormPlacement.BEFORE,
         "gates by GELU": config.gating is not Gating.SWIGLU,
         "rows that the decoder reads in another order": any(name in plan for name in matrices),
+        SHARED_EXPERT: config.has_shared_expert,
     }
-    return next((what for what, is_there in facts.items() if is_there), "")
+    return [what for what, is_there in facts.items() if is_there]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
+class ModuleRows:
     """A tensor of the decoder that has rows of a linear module of the base model.
 
     Attributes:
@@ -75,7 +78,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Module:
+class LinearModule:
     """A linear module of the base model.
 
     Attributes:
@@ -85,7 +88,7 @@ class _Module:
     """
 
     shape: tuple[int, int]
-    parts: tuple[_Rows, ...]
+    parts: tuple[ModuleRows, ...]
     expert: int | None
 
 
@@ -133,8 +136,9 @@ def read_adapter(
     ranks = _Ranks(folder=folder, peft=peft, most=max_rank, most_of_experts=max_expert_rank)
     with contextlib.ExitStack() as stack:
         stored = {name: (tensor, f"{name!r} in {path}") for name, tensor in open_file(path, stack)}
-        base = _BaseModel(config=config, prefix=_prefix_in(config, stored))
-        modules, parameters = _targets(folder, peft, base), _target_parameters(folder, peft, base)
+        base = BaseModel(config=config, prefix=_prefix_in(config, stored))
+        modules = targeted_modules(peft, base, where=str(folder / CONFIG_NAME))
+        parameters = _target_parameters(folder, peft, base)
         if not modules and not parameters:
             raise ValueError(
                 f"target_modules={peft.target_modules!r} of {folder / CONFIG_NAME} names no linear "
@@ -193,7 +197,7 @@ def _stacked(found: Mapping[int, LowRank], num_experts: int, where: str) -> LowR
 
 
 def _of_modules(
-    sides: "_Sides", modules: Mapping[str, _Module], ranks: _Ranks, config: ModelConfig
+    sides: "_Sides", modules: Mapping[str, LinearModule], ranks: _Ranks, config: ModelConfig
 ) -> dict[Key, LowRank]:
     """The adapters of modules, as those of the tensors that are made of their rows."""
     tensors: dict[Key, LowRank] = {}
@@ -235,16 +239,18 @@ def _of_parameter(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _BaseModel:
+class BaseModel:
     """The modules of a base model, by the names that an adapter has for them.
 
     Attributes:
         config: Of the model.
         prefix: What stands before "layers." there.
+        adapted: Tensors of a layer that may have an adapter.
     """
 
     config: ModelConfig
-    prefix: str
+    prefix: str = "model."
+    adapted: tuple[str, ...] = (*ADAPTED, *ADAPTED_EXPERTS)
 
     @property
     def layers(self) -> list[dict[str, TensorSpec]]:
@@ -257,11 +263,11 @@ class _BaseModel:
         return self.prefix + name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else name
 
     @property
-    def modules(self) -> dict[str, _Module]:
+    def modules(self) -> dict[str, LinearModule]:
         """Each linear module of the layers that may have an adapter."""
         plan, found = readings(self.config, jnp.dtype(jnp.bfloat16)), {}
         for i, layer in enumerate(self.layers):
-            for name in (*ADAPTED, *ADAPTED_EXPERTS):
+            for name in self.adapted:
                 if name not in layer:
                     continue
                 spec = layer[name]
@@ -274,9 +280,9 @@ class _BaseModel:
                         continue  # one tensor holds all experts, and no module is of one of them
                     module = self.named(reading.source)
                     before = found[module].parts if module in found else ()
-                    found[module] = _Module(
+                    found[module] = LinearModule(
                         shape=(reading.source_rows, num_in),
-                        parts=(*before, _Rows(key=(i, name), order=reading.order)),
+                        parts=(*before, ModuleRows(key=(i, name), order=reading.order)),
                         expert=expert if spec.num_experts else None,
                     )
         return found
@@ -287,13 +293,14 @@ class _BaseModel:
         return list(dict.fromkeys(name.rpartition(".")[2] for name in self.modules))
 
     @property
-    def unsupported(self) -> Iterator[str]:
-        """Modules without a place for an adapter: of the model, and routers."""
+    def without_place(self) -> Iterator[str]:
+        """Modules that may have none: of the model, routers, and tensors that are not `adapted`."""
+        others = [name for name in (*ADAPTED, *ADAPTED_EXPERTS) if name not in self.adapted]
         yield from ("lm_head", self.named("model.embed_tokens"))
         for layer in self.layers:
-            for name in TENSORS_OF["router"]:
+            for name in (*TENSORS_OF["router"], *others):
                 if name in layer:
-                    yield self.named(layer[name].hf_name)
+                    yield from map(self.named, layer[name].hf_names)
 
 
 _PREFIX = "model."
@@ -316,20 +323,29 @@ def _prefix_in(config: ModelConfig, stored: Mapping[str, object]) -> str:
     return next(begins, _PREFIX)
 
 
-def _targets(folder: Path, peft: PeftConfig, base: _BaseModel) -> dict[str, _Module]:
-    """The modules that have an adapter."""
-    for module in base.unsupported:
+def targeted_modules(peft: PeftConfig, base: BaseModel, *, where: str) -> dict[str, LinearModule]:
+    """The linear modules that have an adapter, by their names in the base model.
+
+    Args:
+        peft: Says which.
+        base: The base model.
+        where: What is at fault if one has no place for an adapter.
+
+    Raises:
+        ValueError: If so.
+    """
+    for module in base.without_place:
         if peft.is_target(module) and peft.target_modules != ALL_LINEAR:
             raise ValueError(
-                f"{folder / CONFIG_NAME} targets {module!r}, and adapters of it are not supported; "
-                "train without it"
+                f"{where} targets {module!r}, and adapters of it are not supported; train without "
+                "it"
             )
     return {name: module for name, module in base.modules.items() if peft.is_target(name)}
 
 
 def _without_absent_experts(
-    modules: Mapping[str, _Module], stored: Mapping[str, object]
-) -> Mapping[str, _Module]:
+    modules: Mapping[str, LinearModule], stored: Mapping[str, object]
+) -> Mapping[str, LinearModule]:
     """The modules, without those of experts if the file has none of them.
 
     Experts of transformers 5 have no modules, so that a name of theirs in `target_modules` is of
@@ -341,7 +357,7 @@ def _without_absent_experts(
     return {name: module for name, module in modules.items() if module.expert is None}
 
 
-def _target_parameters(folder: Path, peft: PeftConfig, base: _BaseModel) -> dict[str, _Parameter]:
+def _target_parameters(folder: Path, peft: PeftConfig, base: BaseModel) -> dict[str, _Parameter]:
     """The parameters of experts that have an adapter, by what PEFT calls it."""
     targets, matched = {}, set()
     for i, layer in enumerate(base.layers):

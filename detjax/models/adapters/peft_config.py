@@ -61,15 +61,15 @@ class PeftConfig:
 
     def is_target_parameter(self, parameter: str) -> bool:
         """Whether a parameter of the model has an adapter of its own, by PEFT's rules."""
-        return _matches(self.target_parameters, parameter)
+        return matches(self.target_parameters, parameter)
 
     def is_target(self, module: str) -> bool:
         """Whether a linear module of the model has an adapter, by PEFT's rules."""
-        if _matches(self.exclude_modules, module):
+        if matches(self.exclude_modules, module):
             return False
         if self.target_modules == ALL_LINEAR:
             return module.rpartition(".")[2] != "lm_head"
-        is_target = _matches(self.target_modules, module)
+        is_target = matches(self.target_modules, module)
         if isinstance(self.target_modules, str) or self.layers is None:
             return is_target
         index = re.match(r".*?\.[^.]*\.(\d+)\.", module)
@@ -85,7 +85,8 @@ class PeftConfig:
         return np.float32(alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
 
-def _matches(targets: str | tuple[str, ...], module: str) -> bool:
+def matches(targets: str | tuple[str, ...], module: str) -> bool:
+    """Whether a module's name is one of these or ends with it, or is what an expression says."""
     if isinstance(targets, str):
         return bool(targets) and re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)

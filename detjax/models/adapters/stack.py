@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
-from detjax.models.adapters.adapter import why_unproven
+from detjax.models.adapters.adapter import unproven
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
@@ -167,11 +167,11 @@ def share_adapters(model: LoadedModel) -> LoadedModel:
 
 def _check_kernels(model: LoadedModel) -> None:
     """Refuse kernels that do not add adapters to such a model's activations, or never have."""
-    what = why_unproven(model.config)
-    if what and model.backend is Backend.SM90:
+    whats = unproven(model.config)
+    if whats and model.backend is Backend.SM90:
         raise ValueError(
-            f"adapters of a model with {what} on backend sm90 are not supported: no GPU has run "
-            "them; use backend 'reference' or 'portable'"
+            f"adapters of a model with {whats[0]} on backend sm90 are not supported: no GPU has "
+            "run them; use backend 'reference' or 'portable'"
         )
     compute = model.profile.compute_dtype
     if compute not in KERNELS[model.backend].adapted_dtypes:
