@@ -128,7 +128,8 @@ def test_gradients_are_those_of_float64_finite_differences(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backward"), [(NAME, Backward.CANONICAL), ("experts", Backward.XLA)]
+    ("name", "backward"),
+    [(NAME, Backward.CANONICAL), ("experts", Backward.XLA), ("hybrid", Backward.XLA)],
 )
 def test_gradients_are_those_of_plain_jax(name, backward, model_named, sequences, plain_logprobs):
     """In float32 to 1e-5 of each tensor's norm: only the order of sums differs."""
@@ -216,6 +217,7 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
         ("gemma3", "embed"), ("qwen2_moe", "shared_gate"), ("glm4_moe", "router"),
         ("gpt_oss", "sinks"), ("gpt_oss_bfloat16", "expert_gate_up_bias"),
         ("gemma2", "attention_softcap"), ("gemma2", "logits_softcap"),
+        ("qwen3_5", "linear_decay"), ("qwen3_next", "conv_k"), ("qwen3_5_moe", "attn_gate"),
     ],
 )  # fmt: skip
 def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences, plain_logprobs):
