@@ -150,7 +150,7 @@ def plain_delta_rule(inputs: DeltaInputs):
     padded = jax.tree.map(lambda x: pad_axis(x, 0, STATE_BLOCK), inputs)
     blocks = jax.tree.map(lambda x: x.reshape(-1, STATE_BLOCK, *x.shape[1:]), padded)
     num_keys, group, value_dim = inputs.v.shape[1:]
-    state = jnp.zeros((num_keys, group, inputs.k.shape[-1], value_dim), jnp.float32)
+    state = jnp.zeros((num_keys, group, inputs.k.shape[-1], value_dim), inputs.v.dtype)
     _, out = lax.scan(block, state, blocks)
     return out.reshape(-1, *out.shape[2:])[:length]
 
