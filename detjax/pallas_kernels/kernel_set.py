@@ -224,7 +224,9 @@ class KernelSet(Protocol):
         """See `delta_rule.api.delta_rule`."""
         ...
 
-    def delta_rule_gradient(self, q, k, v, decay, beta, of_out, lengths) -> tuple[jax.Array, ...]:
+    def delta_rule_gradient(
+        self, q, k, v, decay, beta, of_out, lengths
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
         """See `delta_rule.api.delta_rule_gradient`."""
         ...
 

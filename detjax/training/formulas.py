@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain formulas of operations, whose derivatives a backward pass takes."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,15 +78,11 @@ def plain_gated_rms_norm(x, z, gain, eps: float):
     return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def rounded(x, dtype: jnp.dtype):
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Float32 of `dtype`'s precision; the derivative is 1."""
-    return round_to(x, dtype)
-
-
-@rounded.defjvp
-def _rounded_jvp(dtype, primals, tangents):
-    return rounded(*primals, dtype), tangents[0]
+    with_slope = jax.custom_jvp(lambda x: round_to(x, dtype))
+    with_slope.defjvp(lambda primals, tangents: (with_slope(*primals), tangents[0]))
+    return with_slope(x)
 
 
 class DeltaInputs(NamedTuple):

@@ -3,6 +3,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,8 +114,9 @@ def gated_rms_norm(
     eps = ctx.config.rms_norm_eps
 
     def kernel(x, z, gain):
-        heads = (it.reshape(-1, it.shape[2]) for it in (x, z))
-        return gated_rms_norm_kernel(*heads, gain, eps=eps, backend=ctx.backend).reshape(z.shape)
+        x, gate = (it.reshape(-1, it.shape[2]) for it in (x, z))
+        out = gated_rms_norm_kernel(x, gate, gain, eps=eps, backend=ctx.backend)
+        return out.reshape(z.shape)
 
     def formula(x, z, gain):
         return plain_gated_rms_norm(x, z, gain[None, None], eps)
@@ -161,7 +163,7 @@ def _of_rows(sizes: LinearAttentionConfig, of_tokens: _Tokens, rows: jax.Array) 
     return jnp.pad(joined, widths).astype(rows.dtype)
 
 
-def _inputs(sizes: LinearAttentionConfig, dtype: jnp.dtype):
+def _inputs(sizes: LinearAttentionConfig, dtype: jnp.dtype) -> Callable[..., DeltaInputs]:
     """`plain_delta_inputs` of these sizes."""
     return partial(plain_delta_inputs, key_dim=sizes.key_dim, dtype=dtype)
 
@@ -188,17 +190,18 @@ def _canonical(
 ) -> tuple[jax.Array, _Shared]:
     """Tokens in leaves; then each sequence and head by itself; then tokens in leaves again."""
     own, formula = sums.leaves, _inputs(sizes, rows.dtype)
-    in_places = jax.tree.map(own.padded, (_tokens_of(sizes, rows), of_out))
-    tokens = jax.tree.map(own.cut_padded, in_places[0])
-    inputs = sums.by_leaf(lambda *tokens: formula(*tokens, *shared), *tokens)
-    q, k, *of_values = (x.reshape(own.batch, own.length, *x.shape[2:]) for x in inputs)
+    tokens, cotangents = jax.tree.map(own.padded, (_tokens_of(sizes, rows), of_out))
+    leaves = tuple(map(own.cut_padded, tokens))
+    inputs = sums.by_leaf(lambda *tokens: formula(*tokens, *shared), *leaves)
+
+    def in_sequences(x):
+        return x.reshape(own.batch, own.length, *x.shape[2:])
+
+    q, k, *of_values = map(in_sequences, inputs)
     v, decay, beta = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in of_values)
-    found = delta_rule_gradient(
-        q, k, v, decay, beta, in_places[1], own.lengths, backend=sums.backend
-    )
-    of_inputs = DeltaInputs(
-        *(own.cut_padded(x).reshape(like.shape) for x, like in zip(found, inputs, strict=True))
-    )
-    of_tokens, of_shared = sums.of_leaves(formula, tuple(tokens), tuple(shared), of_inputs)
-    in_sequences = (x.reshape(own.batch, own.length, *x.shape[2:]) for x in of_tokens)
-    return _of_rows(sizes, _Tokens(*in_sequences), rows), _Shared(*of_shared)
+    operands = q, k, v, decay, beta, cotangents, own.lengths
+    found = delta_rule_gradient(*operands, backend=sums.backend)
+    of_inputs = (x.reshape(like.shape) for x, like in zip(found, inputs, strict=True))
+    of_leaves, of_shared = sums.of_leaves(formula, leaves, tuple(shared), DeltaInputs(*of_inputs))
+    of_tokens = _Tokens(*map(in_sequences, of_leaves))
+    return _of_rows(sizes, of_tokens, rows), _Shared(*of_shared)

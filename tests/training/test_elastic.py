@@ -268,13 +268,12 @@ def gemma2_like() -> ModelConfig:
 def qwen3_5_like() -> ModelConfig:
     """Gated DeltaNet, then attention with an output gate; gains of 1 + w."""
     linear = LinearAttentionConfig(
-        num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, conv_width=4,
+        num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=64, conv_width=4,
         layers=(True, False),
     )  # fmt: skip
     return dataclasses.replace(
-        dummy_config(num_heads=4, qk_norm=True), linear_attention=linear, has_output_gate=True,
-        gain_offset=1.0,
-    )  # fmt: skip
+        dummy_config(num_heads=8), linear_attention=linear, has_output_gate=True, gain_offset=1.0
+    )
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences
 
 @pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize("case", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("case", ["gpt_oss", "gemma2", "qwen3_5_moe"])
 def test_gradients_of_families_are_bitwise_batch_invariant(case, sequences):
     """Padded, and packed with room for more sequences, rematerialised; the control: XLA's sums."""
     model = family(case, "bfloat16")
