@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer of gated DeltaNet, on this rank's heads. No arithmetic of its own.
 
-A rank has whole heads of keys, with the heads of values that share them.
+A rank has whole heads of keys, with the heads of values that share them. Training arranges rows,
+filters and gates by the same functions.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from detjax.models.taps import Share
 from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
 
 
-class _Projected(NamedTuple):
+class Projected(NamedTuple):
     """What a layer makes of its normalised rows.
 
     Attributes:
@@ -38,9 +39,9 @@ def _by_key_head(sizes: LinearAttentionConfig, parts: list[jax.Array]) -> jax.Ar
     return jnp.concatenate(heads, axis=-1)
 
 
-def _split(
+def split_projected(
     sizes: LinearAttentionConfig, projected: Activation[Array, "M O"], tp: int
-) -> _Projected:
+) -> Projected:
     """Cut this rank's columns: all queries, keys, values, gates, b and a, and padding."""
     num_keys = sizes.num_key_heads // tp
     num_values = num_keys * sizes.group
@@ -48,16 +49,22 @@ def _split(
     q, k, v, z, b, a, _ = jnp.split(projected, ends, axis=1)
     rows = _by_key_head(sizes, [q, k, v, b, a])
     padding = sizes.row_width - rows.shape[2]
-    return _Projected(
+    return Projected(
         rows=jnp.pad(rows, ((0, 0), (0, 0), (0, padding))),
         z=z.reshape(len(z), num_values, sizes.value_dim),
     )
 
 
-def _filters(sizes: LinearAttentionConfig, weights: dict) -> Activation[Array, "K Y X"]:
+def filters_of(sizes: LinearAttentionConfig, weights: dict) -> Activation[Array, "K Y X"]:
     """The convolution's numbers, head of keys by head of keys, the oldest token first."""
     parts = [weights[f"conv_{name}"][:, 0].T for name in "qkv"]
     return jnp.moveaxis(_by_key_head(sizes, parts), 0, 1)
+
+
+def gates_of(sizes: LinearAttentionConfig, weights: dict) -> tuple[jax.Array, jax.Array]:
+    """A and step of each head of values, [K, G], head of keys by head of keys."""
+    decay, step = (weights[n].reshape(-1, sizes.group) for n in ("linear_decay", "linear_step"))
+    return decay, step
 
 
 def linear_attend(
@@ -84,15 +91,11 @@ def linear_attend(
     sizes, config = ctx.config.linear_attention, ctx.config
     assert sizes is not None  # whoever has such a layer
     ctx.taps.see("linear_in", projected, Share.COLUMNS)
-    rows, z = _split(sizes, projected, ctx.tp)
-    gates = tuple(
-        weights[name].reshape(rows.shape[1], sizes.group)
-        for name in ("linear_decay", "linear_step")
-    )
+    rows, z = split_projected(sizes, projected, ctx.tp)
     out, row_pages, state_pages = delta_rule(
         rows,
-        _filters(sizes, weights),
-        gates,
+        filters_of(sizes, weights),
+        gates_of(sizes, weights),
         cache.rows,
         cache.states,
         tokens.table_of("linear"),

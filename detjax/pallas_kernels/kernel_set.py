@@ -224,6 +224,12 @@ class KernelSet(Protocol):
         """See `delta_rule.api.delta_rule`."""
         ...
 
+    def delta_rule_gradient(
+        self, q, k, v, decay, beta, of_out, lengths
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """See `delta_rule.api.delta_rule_gradient`."""
+        ...
+
     def gated_rms_norm(self, x, z, gain, *, eps: float) -> jax.Array:
         """See `delta_rule.api.gated_rms_norm`."""
         ...

@@ -4,6 +4,7 @@
 from detjax.pallas_kernels.attention.portable import attention as attention
 from detjax.pallas_kernels.attention.portable import rope_attention as rope_attention
 from detjax.pallas_kernels.delta_rule.portable import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.portable import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.delta_rule.portable import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.portable import geglu as geglu

@@ -4,6 +4,7 @@
 from detjax.pallas_kernels.attention.reference import attention as attention
 from detjax.pallas_kernels.attention.reference import rope_attention as rope_attention
 from detjax.pallas_kernels.delta_rule.reference import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.reference import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.delta_rule.reference import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.reference import embed as embed
 from detjax.pallas_kernels.geglu.reference import geglu as geglu

@@ -7,6 +7,7 @@ from detjax.pallas_kernels.attention.sm90 import attention as attention
 from detjax.pallas_kernels.attention.sm90 import rope_attention as rope_attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule.sm90 import delta_rule as delta_rule
+from detjax.pallas_kernels.delta_rule.sm90 import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.delta_rule.sm90 import gated_rms_norm as gated_rms_norm
 from detjax.pallas_kernels.embedding.portable import embed as embed
 from detjax.pallas_kernels.geglu.sm90 import geglu as geglu

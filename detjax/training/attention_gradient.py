@@ -92,31 +92,23 @@ def _canonical(
     num_heads = ctx.config.num_heads // ctx.tp
     num_kv = (qkv.shape[2] - num_heads) // 2
 
-    def padded(x: jax.Array) -> jax.Array:
-        """[B, T, ...] of whole leaves, and of a power of two of sequences."""
-        widths = [(0, own.batch - batch), (0, own.length - length)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, widths)
-
-    def in_leaves(x: jax.Array) -> jax.Array:
-        return padded(x).reshape(-1, TOKEN_LEAF, *x.shape[2:])
-
     def by_head(x: jax.Array) -> jax.Array:
         return x.reshape(own.batch, own.length, *x.shape[-2:]).swapaxes(1, 2)
 
     # The angles of a leaf are rows of it, whose cotangents nobody reads.
     angles = [jnp.broadcast_to(x, (batch, *x.shape)) for x in (cos, sin)]
-    rows = tuple(in_leaves(x) for x in (qkv, *angles))
+    rows = tuple(own.cut_padded(own.padded(x)) for x in (qkv, *angles))
     heads = by_head(sums.by_leaf(lambda *rows: rotate(*rows, gains), *rows))
     q, k, v = jnp.split(heads, [num_heads, num_heads + num_kv], axis=1)
     *of_heads, of_sinks = attention_gradient(
-        q, k, v, by_head(padded(out)), by_head(padded(of_out)), own.lengths,
+        q, k, v, by_head(own.padded(out)), by_head(own.padded(of_out)), own.lengths,
         window=window, softcap=ctx.config.attention_softcap, sinks=sinks, backend=sums.backend,
     )  # fmt: skip
     if of_sinks is not None:
         of_sinks = sums.of_places(jnp.moveaxis(of_sinks, 1, 2).reshape(-1, num_heads))
     # ROUND: once, to the activations' dtype.
     of_heads = jnp.concatenate(of_heads, axis=1).astype(qkv.dtype).swapaxes(1, 2)
-    cotangent = of_heads.reshape(-1, TOKEN_LEAF, *of_heads.shape[2:])
+    cotangent = own.cut_padded(of_heads)
 
     def turn_back(qkv, cos, sin, cotangent):
         """Of heads, and of the gain of each token's heads."""

@@ -24,7 +24,6 @@ from detjax.pallas_kernels.moe.api import expert_mlp as expert_mlp_kernel
 from detjax.pallas_kernels.moe.api import route as route_kernel
 from detjax.pallas_kernels.moe.api import route_by_sigmoid as route_by_sigmoid_kernel
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
-from detjax.pallas_kernels.output_gate.api import sigmoid_gate as sigmoid_gate_kernel
 from detjax.training.adapter_operations import Products, adapter_gradients, served
 from detjax.training.expert_slots import FLOAT32, ExpertSlots, slots_of
 from detjax.training.gradients import (
@@ -169,27 +168,6 @@ def _of_logits(logits, expert_ids, weights, of_weights, *, renormalise: bool) ->
         out = -(powers / row_sums(powers)) * mean
     rows = jnp.arange(logits.shape[0])[:, None]
     return out.at[rows, expert_ids].set(weights * (of_weights - mean))
-
-
-def sigmoid_gate(
-    ctx: ForwardContext,
-    sums: GradientSums,
-    rows: Activation[Array, "M D"],
-    gate: Activation[Array, "M 1"],
-) -> Activation[Array, "M D"]:
-    """Multiply each row by the sigmoid of its gate: `output_gate.api.sigmoid_gate`."""
-
-    def kernel(rows, gate):
-        return sigmoid_gate_kernel(rows, jnp.broadcast_to(gate, rows.shape), backend=ctx.backend)
-
-    def formula(rows, gate):
-        wide = jax.nn.sigmoid(gate.astype(jnp.float32)) * rows.astype(jnp.float32)
-        return wide.astype(rows.dtype)
-
-    def gradient(args, _, cotangent):
-        return sums.of_formula(formula, args, (), cotangent)[0]
-
-    return with_gradient(kernel, gradient)(rows, gate)
 
 
 def expert_mlp(

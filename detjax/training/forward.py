@@ -10,9 +10,11 @@ from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext, angles_of
+from detjax.models.linear_attention import filters_of, gates_of, split_projected
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
+from detjax.training import linear_attention as linear_ops
 from detjax.training import operations as ops
 from detjax.training.batch import Batch
 from detjax.training.gradients import Backward, GradientSums, sums_of
@@ -48,7 +50,9 @@ class TrainingOps:
         return Stream(residual, ops.rms_norm(self.ctx, self.sums, residual, gain))
 
     def attend(self, layer_idx: int, weights: dict, stream: Stream, cache):
-        """Attend within each sequence; `cache` is None."""
+        """Attend within each sequence, or read its states; `cache` is None."""
+        if "linear_q" in weights:
+            return cache, self._attend_linearly(weights, stream), stream
         ctx, sums, config = self.ctx, self.sums, self.ctx.config
         positions, places = self.positions, self.batch.places
         qkv_weights = _joined(weights, "qkv")
@@ -68,7 +72,33 @@ class TrainingOps:
             weights.get("sinks"),
             window=config.sliding_windows[layer_idx],
         )
-        return cache, ops.to_rows(out.reshape(positions.size, -1), places), stream
+        heads = ops.to_rows(out.reshape(positions.size, -1), places)
+        if config.has_output_gate:
+            gate_w = weights["attn_gate"]
+            gate = ops.linear(ctx, sums, stream.x, gate_w, widths=(len(gate_w),))
+            heads = ops.sigmoid_gate(ctx, sums, heads, gate)
+        return cache, heads, stream
+
+    def _attend_linearly(self, weights: dict, stream: Stream) -> jax.Array:
+        """The heads of a layer of gated DeltaNet, normalised and gated."""
+        ctx, sums, positions, places = self.ctx, self.sums, self.positions, self.batch.places
+        sizes = ctx.config.linear_attention
+        assert sizes is not None  # whoever has such a layer
+        w, widths = _joined(weights, "linear_in"), _widths(weights, "linear_in")
+        projected = ops.linear(ctx, sums, stream.x, w, widths=widths)
+        rows, z = split_projected(sizes, projected, ctx.tp)
+        in_places = ops.to_sequences(rows.reshape(len(rows), -1), places, positions.size)
+        out = linear_ops.delta_rule(
+            ctx,
+            sums,
+            in_places.reshape(*positions.shape, *rows.shape[1:]),
+            filters_of(sizes, weights),
+            gates_of(sizes, weights),
+            positions,
+        )
+        heads = ops.to_rows(out.reshape(positions.size, -1), places).reshape(z.shape)
+        normed = linear_ops.gated_rms_norm(ctx, sums, heads, z, weights["linear_norm"])
+        return normed.reshape(len(rows), -1)
 
     def gate(self, weights: dict, stream: Stream) -> jax.Array:
         """Multiply, then gate: the bits of both operations in one launch."""
@@ -126,7 +156,7 @@ class TrainingOps:
         if "shared_gate" not in weights:
             return out
         gate = expert_ops.router_logits(ctx, sums, x, weights["shared_gate"], out_dtype=x.dtype)
-        return expert_ops.sigmoid_gate(ctx, sums, out, gate)
+        return ops.sigmoid_gate(ctx, sums, out, gate)
 
 
 def _normalise_all_heads(

@@ -105,6 +105,15 @@ class TokenLeaves:
         whole = jnp.take(rows, self.sources, axis=0, mode="fill", fill_value=0)
         return whole.reshape(-1, TOKEN_LEAF, *rows.shape[1:])
 
+    def padded(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] of sequences of the batch, with zeros up to `batch` and `length`."""
+        widths = [(0, self.batch - x.shape[0]), (0, self.length - x.shape[1])]
+        return jnp.pad(x, widths + [(0, 0)] * (x.ndim - 2))
+
+    def cut_padded(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] of `padded` in leaves, as `cut` has them."""
+        return x.reshape(-1, TOKEN_LEAF, *x.shape[2:])
+
     def joined(self, leaves: jax.Array) -> jax.Array:
         """The inverse of `cut`; zeros for padding."""
         rows = leaves.reshape(-1, *leaves.shape[2:])

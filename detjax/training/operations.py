@@ -29,6 +29,7 @@ from detjax.pallas_kernels.linear.api import linear as linear_kernel
 from detjax.pallas_kernels.linear.api import linear_add_rms_norm as linear_add_rms_norm_kernel
 from detjax.pallas_kernels.linear.api import linear_partial
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
+from detjax.pallas_kernels.output_gate.api import sigmoid_gate as sigmoid_gate_kernel
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm_kernel
 from detjax.pallas_kernels.rms_norm.api import rms_norm as rms_norm_kernel
@@ -44,6 +45,7 @@ from detjax.training.attention_gradient import SelfAttention, attention_gradient
 from detjax.training.formulas import (
     plain_geglu,
     plain_rms_norm,
+    plain_sigmoid_gate,
     plain_swiglu,
     softcap_slopes,
 )
@@ -241,6 +243,23 @@ def gated(
         return sums.of_formula(formula, args, (), cotangent)[0]
 
     return with_gradient(kernel, gradient)(gate_up)
+
+
+def sigmoid_gate(
+    ctx: ForwardContext,
+    sums: GradientSums,
+    rows: Activation[Array, "M X"],
+    gate: Activation[Array, "M Y"],
+) -> Activation[Array, "M X"]:
+    """Multiply by sigmoids: `output_gate.api.sigmoid_gate`. Y is X, or 1 for one of each row."""
+
+    def kernel(rows, gate):
+        return sigmoid_gate_kernel(rows, jnp.broadcast_to(gate, rows.shape), backend=ctx.backend)
+
+    def gradient(args, _, cotangent):
+        return sums.of_formula(plain_sigmoid_gate, args, (), cotangent)[0]
+
+    return with_gradient(kernel, gradient)(rows, gate)
 
 
 def self_attention(

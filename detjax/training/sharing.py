@@ -37,6 +37,8 @@ def _why_not_split(
         return "XLA's backward pass has no order over ranks that share layers"
     if config.experts is not None:
         return "ranks do not share mixtures of experts in training yet"
+    if config.linear_attention is not None:
+        return "ranks do not share layers of linear attention in training yet"
     if config.is_qk_norm_whole:
         return "ranks do not share a norm over all heads in training yet"
     if config.num_kv_heads % tp:

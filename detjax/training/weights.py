@@ -19,7 +19,6 @@ from detjax.compilation.xla_flags import EXACT_OPTIONS
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
-    ParamRole,
     ParamSpec,
     TensorSpec,
     by_param,
@@ -32,6 +31,7 @@ from detjax.models.params import (
     tensor_specs,
 )
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.dispatch import OrderedJit, put
 from detjax.parallel.mesh import TP_AXIS
 from detjax.training.rounding import stored_gain, stored_table
@@ -64,11 +64,13 @@ def move_bits(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return _program(_floats)(moved)
 
 
-def why_not_trained(config: ModelConfig) -> str | None:
-    """What of a model has no backward pass, or None if all has one."""
+def why_not_trained(config: ModelConfig, backend: Backend) -> str | None:
+    """What of a model has no backward pass on a backend, or None if all has one."""
+    is_linear = config.linear_attention is not None
     lacking = {
         "a scale of logits that is no power of two": math.frexp(config.logits_scale)[0] != 0.5,
-        "linear attention": config.linear_attention is not None,
+        # WHY: its kernels write references, which JAX drops where a layer is computed again.
+        f"linear attention on {backend.value}": is_linear and backend.platform != "cpu",
     }
     found = [what for what, is_lacking in lacking.items() if is_lacking]
     return " and ".join(found) or None
@@ -99,7 +101,7 @@ def master_shapes(model: LoadedModel) -> dict[str, Any]:
 def _one_rank(model: LoadedModel) -> dict[str, Any]:
     """The weights of a model that is not split."""
     tp = model.mesh.shape[TP_AXIS]
-    if (why := why_not_trained(model.config)) is not None:
+    if (why := why_not_trained(model.config, model.backend)) is not None:
         raise ValueError(
             f"a model of {model.config.family!r} cannot be trained: {why} has no backward pass yet"
         )
@@ -163,10 +165,8 @@ def _stored_bits(
     dtype = profile.param_dtype
 
     def rounded_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
-        is_gain = spec.role is ParamRole.GAIN
-        rounded = (
-            stored_gain(tensor, config, dtype) if is_gain else tensor.astype(spec.dtype(dtype))
-        )
+        is_sum = spec.offset != 0  # a gain that a file holds less the offset
+        rounded = stored_gain(tensor, config, dtype) if is_sum else tensor.astype(spec.dtype(dtype))
         return stored_rows(_bits(rounded), spec)
 
     def joined(_: ParamSpec, parts: tuple[jax.Array, ...]) -> jax.Array:

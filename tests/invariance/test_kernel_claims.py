@@ -25,7 +25,7 @@ import detjax.parallel.collectives
 from detjax.numerics import NumericsProfile, Reduction, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
+from detjax.pallas_kernels.delta_rule.api import delta_rule, delta_rule_gradient, gated_rms_norm
 from detjax.pallas_kernels.embedding.api import embed
 from detjax.pallas_kernels.fixed_blocks import add_leaves
 from detjax.pallas_kernels.geglu.api import geglu
@@ -78,6 +78,7 @@ from detjax.testing import (
     wide,
 )
 from detjax.testing.cases import quick_and_slow
+from detjax.training.formulas import DeltaInputs, plain_delta_rule
 
 ON = {"backend": Backend.REFERENCE}
 """Of the test that runs: the fixture `backend` changes it."""
@@ -1516,6 +1517,85 @@ def test_attention_gradient_is_bitwise_batch_invariant(softcap, sinks):
     # Tolerance: sums of at most 128 rounded terms, through three products: some 1e-6.
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
     assert count_different_bits(np.asarray(got), np.asarray(want)) > 0
+
+
+def _delta_tokens() -> list:
+    """Two heads of keys with two of values each; what lies behind a sequence's end is NaN."""
+    rng = np.random.default_rng(8)
+    batch, keys, values = len(LENGTHS), (2, 16), (4, 32)
+    q, k, v, of_out = (
+        rng.standard_normal((batch, 128, *tail)) for tail in (keys, keys, values, values)
+    )
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    decay, beta = (rng.uniform(low, 1, (batch, 128, 4)) for low in (0.7, 0.1))
+    is_real = np.arange(128)[None] < np.asarray(LENGTHS)[:, None]
+
+    def hidden(x):
+        is_there = is_real.reshape(*is_real.shape, *[1] * (x.ndim - 2))
+        return np.where(is_there, x, np.nan).astype(np.float32)
+
+    return [*map(hidden, (q, k, v, decay, beta, of_out)), np.asarray(LENGTHS, np.int32)]
+
+
+def _in_rows(found) -> jax.Array:
+    """All cotangents of each token in a row."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=2)
+
+
+_one_delta_gradient = jax.jit(delta_rule_gradient, static_argnames="backend")
+
+
+def _delta_gradient(*operands) -> jax.Array:
+    return _in_rows(_one_delta_gradient(*operands, **ON))
+
+
+@jax.jit
+def _plain_delta_gradient(*operands) -> jax.Array:
+    """XLA's derivative; of tokens that are not there nothing comes."""
+    *inputs, of_out = (jnp.nan_to_num(x) for x in operands)
+
+    def formula(q, k, *of_values):
+        by_key = (x.reshape(*x.shape[:2], 2, 2, *x.shape[3:]) for x in of_values)
+        return jax.vmap(plain_delta_rule)(DeltaInputs(q, k, *by_key)).reshape(of_out.shape)
+
+    return _in_rows(jax.vjp(formula, *inputs)[1](of_out))
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_delta_rule_gradient_is_bitwise_run_invariant():
+    rows = _delta_tokens()
+    again = _run(_delta_gradient, rows, program="run_again")
+    assert_bitwise_equal(again, _run(_delta_gradient, rows), claim="compiled again, same bits")
+
+
+@pytest.mark.invariance
+def test_delta_rule_gradient_is_bitwise_batch_invariant():
+    """Sequences alone, in one block where they fit; the control is XLA's derivative."""
+    *rows, lengths = _delta_tokens()
+    whole = np.asarray(_delta_gradient(*rows, lengths))
+    for i, length in enumerate(LENGTHS):
+        assert not whole[i, length:].any()
+        padded = 64 if length <= 64 else 128
+        got = _delta_gradient(*(x[i : i + 1, :padded] for x in rows), lengths[i : i + 1])
+        assert_bitwise_equal(got, whole[i : i + 1, :padded], claim=f"sequence {i} alone")
+    assert_order_sensitive(rows[2][0, :64, 0].T * rows[5][0, :64, 0].T)
+    assert count_different_bits(np.asarray(_plain_delta_gradient(*rows)), whole) > 0
+
+
+@pytest.mark.slow
+def test_delta_rule_gradient_is_that_of_float64():
+    """Tolerance: a cotangent passes at most 128 tokens there and back, some ten roundings each.
+
+    Their errors of 2**-24 add at random: 3e-6. Three times that.
+    """
+    *rows, lengths = _delta_tokens()
+    found = np.asarray(_delta_gradient(*rows, lengths))
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(x, jnp.float64) for x in rows)
+        want = np.asarray(_plain_delta_gradient(*wide))
+    assert want.dtype == np.float64
+    assert np.linalg.norm(found - want) <= 1e-5 * np.linalg.norm(want)
 
 
 def _public_claims():

@@ -135,7 +135,8 @@ def test_hopper_kernels_say_which_sizes_they_have():
         assert why_unsupported(sized, NumericsProfile(), backend, 1) is None
 
 
-def test_training_and_adapters_say_why_not():
-    assert "linear attention" in why_not_trained(config())
+def test_training_on_hopper_and_adapters_say_why_not():
+    assert why_not_trained(config(), Backend.SM90) == "linear attention on sm90"
+    assert why_not_trained(config(), Backend.REFERENCE) is None
     with pytest.raises(ValueError, match="adapters of a model with linear attention"):
         check_can_adapt(config())

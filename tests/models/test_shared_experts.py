@@ -72,9 +72,10 @@ def test_routers_of_other_families_are_refused_by_name():
         config("qwen2_moe", architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3")
 
 
-def test_a_hybrid_says_why_it_is_not_trained():
-    assert why_not_trained(config("qwen2_moe")) is None
-    assert why_not_trained(load_config(HYBRID)) == "linear attention"
+def test_a_hybrid_says_where_it_is_not_trained():
+    assert why_not_trained(config("qwen2_moe"), Backend.SM90) is None
+    assert why_not_trained(load_config(HYBRID), Backend.PORTABLE) is None
+    assert why_not_trained(load_config(HYBRID), Backend.SM90) == "linear attention on sm90"
 
 
 def stacked(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

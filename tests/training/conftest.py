@@ -13,7 +13,7 @@ import pytest
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.models.config import Gating
+from detjax.models.config import Gating, LinearAttentionConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
@@ -35,6 +35,18 @@ CONFIGS["experts_of_all"] = dataclasses.replace(
 CONFIGS["shared_expert"] = dataclasses.replace(
     CONFIGS["experts"],
     experts=dataclasses.replace(_EXPERTS, shared_width=64, has_shared_gate=True),
+)
+CONFIGS["hybrid"] = dataclasses.replace(
+    dummy_config(intermediate_size=128, qk_norm=True, max_len=640),
+    has_output_gate=True,
+    linear_attention=LinearAttentionConfig(
+        num_key_heads=2,
+        num_value_heads=4,
+        key_dim=16,
+        value_dim=32,
+        conv_width=4,
+        layers=(True, False),
+    ),
 )
 
 
@@ -168,12 +180,45 @@ def _plain_logprobs(xp, config, params, ids):
             shared = shared / (1 + xp.exp(-(h @ weights["shared_gate"].T)))
         return out + shared
 
-    x = params["embed"][xp.asarray(ids[:-1])] * np.asarray(config.embedding_scale, wide)
-    which = config.layer_ropes or (0,) * config.num_layers
-    layers = zip(params["layers"], config.sliding_windows, which, strict=True)
-    for weights, window, rope in layers:
+    def linear_attention(h, weights):
+        """All tokens at once: `u = (1 + M)^-1 beta V` and `out = (Q K^T decays) u`.
+
+        `M = beta K K^T decays` without its diagonal, and `decays[t, s] = prod(decay[s + 1 .. t])`,
+        0 above the diagonal (Yang et al. 2024, section 3.2).
+        """
+        sizes = config.linear_attention
+        filtered = []
+        for name in "qkv":
+            rows = h @ weights[f"linear_{name}"].T
+            filters = weights[f"conv_{name}"][:, 0].T
+            before = xp.concatenate([xp.zeros((len(filters) - 1, rows.shape[1]), wide), rows])
+            y = sum(filters[i][None] * before[i : i + length] for i in range(len(filters)))
+            y = y / (1 + xp.exp(-y))
+            filtered.append(
+                y.reshape(length, -1, sizes.value_dim if name == "v" else sizes.key_dim)
+            )
+        q, k, v = filtered
+        q, k = (x / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+        q = q / np.asarray(sizes.key_dim**0.5, wide)
+        q, k = (xp.repeat(x, sizes.group, axis=1) for x in (q, k))
+        beta = 1 / (1 + xp.exp(-(h @ weights["linear_b"].T)))
+        raw = h @ weights["linear_a"].T + weights["linear_step"][None]
+        log_decay = -xp.exp(weights["linear_decay"])[None] * xp.logaddexp(raw, xp.zeros_like(raw))
+        total = xp.cumsum(log_decay, axis=0)
+        is_before = xp.asarray(back >= 0)[:, :, None]
+        between = xp.where(is_before, total[:, None] - total[None], np.asarray(0, wide))
+        decays = xp.where(is_before, xp.exp(between), np.asarray(0, wide))
+        met = xp.einsum("thc,shc,tsh,th->hts", k, k, decays, beta)
+        met = xp.where(xp.asarray(back > 0)[None], met, np.asarray(0, wide))
+        written = (v * beta[..., None]).swapaxes(0, 1)
+        written = xp.linalg.solve(met + xp.eye(length, dtype=wide)[None], written)
+        out = xp.einsum("thc,shc,tsh,hsd->thd", q, k, decays, written)
+        gate = (h @ weights["linear_z"].T).reshape(out.shape)
+        out = norm(out, weights["linear_norm"]) * gate / (1 + xp.exp(-gate))
+        return out.reshape(length, -1) @ weights["linear_o"].T
+
+    def attention(h, weights, window, rope):
         cos, sin = (xp.asarray(table, wide) for table in ropes[rope])
-        h = norm(x, weights["attn_norm"])
         q, k, v = (
             (h @ weights[name].T + bias(weights, name)).reshape(length, -1, channels)
             for name in "qkv"
@@ -192,8 +237,18 @@ def _plain_logprobs(xp, config, params, ids):
             scores = xp.concatenate([scores, sinks], axis=-1)
         e = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
         e = (e / xp.sum(e, axis=-1, keepdims=True))[..., :length]
-        out = xp.einsum("hts,shc->thc", e, v)
-        out = out.reshape(length, -1) @ weights["o"].T + bias(weights, "o")
+        out = xp.einsum("hts,shc->thc", e, v).reshape(length, -1)
+        if config.has_output_gate:
+            out = out / (1 + xp.exp(-(h @ weights["attn_gate"].T)))
+        return out @ weights["o"].T + bias(weights, "o")
+
+    x = params["embed"][xp.asarray(ids[:-1])] * np.asarray(config.embedding_scale, wide)
+    which = config.layer_ropes or (0,) * config.num_layers
+    layers = zip(params["layers"], config.sliding_windows, which, strict=True)
+    for weights, window, rope in layers:
+        h = norm(x, weights["attn_norm"])
+        is_linear = "linear_q" in weights
+        out = linear_attention(h, weights) if is_linear else attention(h, weights, window, rope)
         x = x + after(out, weights, "attn_norm_after")
         h = norm(x, weights["mlp_norm"])
         if "router" in weights:

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from detjax.models.adapters.peft_config import ALL_LINEAR
-from detjax.models.config import Gating, ModelConfig, NormPlacement
+from detjax.models.config import Gating, LinearAttentionConfig, ModelConfig, NormPlacement
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.parallel.mesh import make_mesh
@@ -287,12 +287,27 @@ def gemma2_like() -> ModelConfig:
     )  # fmt: skip
 
 
+def qwen3_5_like() -> ModelConfig:
+    """Gated DeltaNet, then attention with an output gate; gains of 1 + w."""
+    linear = LinearAttentionConfig(
+        num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=64, conv_width=4,
+        layers=(True, False),
+    )  # fmt: skip
+    return dataclasses.replace(
+        dummy_config(num_heads=8), linear_attention=linear, has_output_gate=True, gain_offset=1.0
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.invariance
 @pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
 @pytest.mark.parametrize(
     ("config", "mesh", "shares_layers"),
-    [(gpt_oss_like(), (2, 2), False), (gemma2_like(), (2, 2), True)], ids=["gpt_oss", "gemma2"],
+    [
+        (gpt_oss_like(), (2, 2), False), (gemma2_like(), (2, 2), True),
+        (qwen3_5_like(), (2, 2), False),
+    ],
+    ids=["gpt_oss", "gemma2", "qwen3_5"],
 )  # fmt: skip
 def test_updates_of_families_are_bitwise_mesh_and_batch_invariant(
     config, mesh, shares_layers, backend, sequences
@@ -496,6 +511,14 @@ def test_layers_that_ranks_cannot_share_are_refused_by_name(changes, tp, options
         Trainer(
             dummy_model(dummy_config(**sizes)), optax.sgd(1.0), mesh=make_mesh(1, tp),
             clip_norm=1.0, shares_layers=True, **options,
+        )  # fmt: skip
+
+
+def test_ranks_that_would_share_linear_attention_are_refused_by_name():
+    with pytest.raises(ValueError, match="tp=2: ranks do not share layers of linear attention in"):
+        Trainer(
+            dummy_model(qwen3_5_like()), optax.sgd(1.0), mesh=make_mesh(1, 2), clip_norm=1.0,
+            shares_layers=True,
         )  # fmt: skip
 
 

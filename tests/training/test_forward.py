@@ -61,6 +61,7 @@ def assert_same(rows: Sequence[np.ndarray], want: Sequence[Completion], claim: s
         pytest.param(NAME, Layout.PADDED, False, False, marks=pytest.mark.slow),
         ("tied", Layout.PADDED, False, False),
         pytest.param("experts", Layout.PACKED, True, True, marks=pytest.mark.slow),
+        pytest.param("hybrid", Layout.PACKED, True, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -189,18 +189,24 @@ def test_control_gradients_of_xlas_sums_depend_on_the_shape_of_the_batch(model_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["experts", "experts_of_all"])
-def test_gradients_of_experts_are_those_of_jax_in_float64(
-    name, model_named, sequences, plain_logprobs
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [
+        ("experts", Backward.CANONICAL), ("experts_of_all", Backward.CANONICAL),
+        ("hybrid", Backward.XLA),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_jax_in_float64(
+    name, backward, model_named, sequences, plain_logprobs
 ):
-    """Weights that add up to 1, and weights by the softmax of all experts.
+    """Weights that add up to 1, and by the softmax of all experts; linear attention by XLA.
 
     Tolerance: a float32 sum of n terms of random signs is off by some sqrt(n) 2**-24 of its norm;
     n is 320 at most (the vocabulary), so 1.1e-6. A gradient passes some 30 sums on its way through
     the layers and back, whose errors add at random: 6e-6. Twice that is allowed.
     """
     model = model_named(name, dtype="float32")
-    found = gradient(model, pack(sequences, length=89))
+    found = gradient(model, pack(sequences, length=89), backward=backward)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), master_params(model))
         plain = jax.grad(lambda p: objective(jnp, plain_logprobs, model.config, p, sequences))
@@ -216,6 +222,7 @@ def test_gradients_of_experts_are_those_of_jax_in_float64(
         ("gemma3", "embed"), ("qwen2_moe", "shared_gate"), ("glm4_moe", "router"),
         ("gpt_oss", "sinks"), ("gpt_oss_bfloat16", "expert_gate_up_bias"),
         ("gemma2", "attention_softcap"), ("gemma2", "logits_softcap"),
+        ("qwen3_5", "linear_decay"), ("qwen3_next", "conv_k"), ("qwen3_5_moe", "attn_gate"),
     ],
 )  # fmt: skip
 def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences, plain_logprobs):
@@ -266,7 +273,7 @@ def test_gradients_of_families_are_those_of_jax_in_float64(case, part, sequences
 
 @pytest.mark.slow
 @pytest.mark.invariance
-@pytest.mark.parametrize("case", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("case", ["gpt_oss", "gemma2", "qwen3_5_moe"])
 def test_gradients_of_families_are_bitwise_batch_invariant(case, sequences):
     """Padded, and packed with room for more sequences, rematerialised; the control: XLA's sums."""
     model = family(case, "bfloat16")

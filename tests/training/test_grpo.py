@@ -13,12 +13,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from detjax import grpo as command
 from detjax.cli.errors import BAD_INPUT, OK
 from detjax.grpo import main
 from detjax.models.bundled import bundled_model_path
 from detjax.models.loading import load_model
+from detjax.models.params import EMBED_NAME, HEAD_NAME
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -79,6 +81,62 @@ def test_a_run_leaves_a_model_that_others_can_read(tmp_path):
     assert sum(jax.tree.leaves(changed)) > 10**5
     names = {path.name for path in (saved / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory) -> Path:
+    """A golden mixture of experts with linear attention, with the bundled vocabulary."""
+    source = Path(__file__).parents[1] / "golden" / "hf" / "qwen3_5_moe"
+    folder = tmp_path_factory.mktemp("hybrid")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_path() / name, folder / name)
+    values = json.loads((source / "config.json").read_text())
+    vocab_size = json.loads((bundled_model_path() / "config.json").read_text())["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": vocab_size}))
+    tensors = load_file(source / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in (EMBED_NAME, HEAD_NAME):
+        width = tensors[name].shape[1]
+        rows = rng.standard_normal((vocab_size, width), np.float32) / np.sqrt(width)
+        tensors[name] = rows.astype(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_a_hybrid_trains_with_zero_kl_and_is_saved(hybrid_folder, tmp_path, monkeypatch):
+    """Linear attention, an output gate and experts: tp 2 against tp 1; the control is `fast`."""
+    (tmp_path / "count_rewards.py").write_text(
+        "def count(problem, text):\n    return len(set(text)) / (1 + len(text))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    argv = [*TINY, "--model", str(hybrid_folder), "--rollout-tp", "2", "--steps", "3",
+            "--reward", "count_rewards:count"]  # fmt: skip
+    exact, fast = tmp_path / "exact", tmp_path / "fast"
+    saved = ["--rollout", "invariant", "--output", str(exact), "--save", str(tmp_path)]
+    assert main([*argv, *saved]) == OK
+    assert main([*argv, "--rollout", "fast", "--output", str(fast)]) == OK
+    for row in rows_of(exact):
+        assert (row["kl"], row["num_different"]) == (0.0, 0), row
+        assert row["gradient_norm"] > 0
+    assert all(row["num_different"] > 0 for row in rows_of(fast))
+    setup = grpo.prepare(command.grpo_args(command.make_parser().parse(argv)))
+    folder = tmp_path / "step3-seed0"
+    state = restore_state(folder, setup.trainer, facts=setup.facts("invariant", 0))
+    first, trained = (
+        load_model(
+            str(it), profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE
+        )
+        for it in (hybrid_folder, folder / "model")
+    )
+    expected = jax.tree.leaves(serving_params(state.params, first))
+    pairs = zip(jax.tree.leaves_with_path(trained.own_weights()), expected, strict=True)
+    for (path, found), want in pairs:
+        assert_bitwise_equal(found, want, claim=jax.tree_util.keystr(path))
+    for name, before in first.own_weights()["layers"][0].items():
+        assert count_different_bits(before, trained.own_weights()["layers"][0][name]) > 0, name
 
 
 @pytest.mark.nightly

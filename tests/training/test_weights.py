@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From masters to any mesh and back: no bit is lost."""
 
+import dataclasses
 import shutil
 import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.config import LinearAttentionConfig
 from detjax.models.loading import load_model
 from detjax.models.quantization.quantize import RECIPES, quantize_folder
 from detjax.models.weights.load import ignore_progress
@@ -30,6 +33,18 @@ CONFIGS = {
     "odd_kv_and_vocab": dummy_config(
         num_layers=1, num_heads=24, num_kv_heads=3, qk_norm=True, vocab_size=300
     ),
+    "hybrid": dataclasses.replace(
+        dummy_config(),
+        has_output_gate=True,
+        linear_attention=LinearAttentionConfig(
+            num_key_heads=8,
+            num_value_heads=16,
+            key_dim=16,
+            value_dim=32,
+            conv_width=4,
+            layers=(True, False),
+        ),
+    ),
 }
 
 
@@ -45,9 +60,14 @@ def test_masters_become_the_weights_a_mesh_would_load(name, tp):
         assert_bitwise_equal(a, b, claim=f"{jax.tree_util.keystr(path)} at tp {tp}")
 
 
-@pytest.mark.parametrize("case", ["gemma3", "granite", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "case", ["gemma3", "granite", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_next"]
+)
 def test_masters_of_families_become_the_weights_that_were_read(case):
-    """A tied table with a factor, gains of 1 + w, float32 routers, biases of padded routers."""
+    """A tied table with a factor, gains of 1 + w, float32 routers, biases of padded routers.
+
+    And parts of linear attention, padded and float32.
+    """
     model = load_model(
         str(GOLDEN / case),
         profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
@@ -61,25 +81,31 @@ def test_masters_of_families_become_the_weights_that_were_read(case):
     ):
         assert_bitwise_equal(a, b, claim=jax.tree_util.keystr(path))
     rows = len(found["embed"])
-    is_scaled = case not in ("glm4_moe", "gpt_oss")
+    is_scaled = case in ("gemma3", "granite")
     assert (count_different_bits(found["embed"], found["lm_head"][:rows]) > 0) == is_scaled or (
         not model.config.tie_word_embeddings
     )
 
 
-def test_trained_gains_and_tables_are_saved_as_they_serve(tmp_path):
-    """A gain far below 1 is what a float32 file holds of it; so the folder is read as it was."""
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
+def test_trained_gains_and_tables_are_saved_as_they_serve(case, tmp_path):
+    """A gain far below 1 is what a float32 file holds of it; so the folder is read as it was.
+
+    Decays, steps and gains of linear attention are the masters, not rounded.
+    """
     model = load_model(
-        str(GOLDEN / "gemma3"),
+        str(GOLDEN / case),
         profile=NumericsProfile(), mesh=make_mesh(1, 1), backend=Backend.PORTABLE, max_len=64,
     )  # fmt: skip
     masters = master_params(model)
-    moved = jax.tree.map(
-        lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3, masters
-    )
+    moved = jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), masters)
     served = serving_params(moved, model)
     gain, small = (np.asarray(tree["final_norm"]) for tree in (moved, served))
     assert (np.abs(gain) < 0.5).any() and count_different_bits(gain, small)
+    for name in ("linear_decay", "linear_step", "linear_norm") if case == "qwen3_5" else ():
+        master, own = (np.asarray(tree["layers"][0][name]) for tree in (moved, served))
+        assert_bitwise_equal(own, master, claim=name)
+        assert count_different_bits(master.astype(jnp.bfloat16).astype(np.float32), master)
     model.replace_weights(served)
     model.save(tmp_path / "saved")
     again = load_model(
@@ -126,6 +152,12 @@ def test_weights_that_lie_quantised_on_the_devices_are_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be trained; load .* quantized_weights='expanded'"):
         master_params(packed)
     assert master_params(load_model(str(tmp_path / "q"), **options))
+
+
+def test_masters_of_linear_attention_on_hopper_are_refused():
+    model = dataclasses.replace(dummy_model(CONFIGS["hybrid"]), backend=Backend.SM90)
+    with pytest.raises(ValueError, match="cannot be trained: linear attention on sm90 has no"):
+        master_params(model)
 
 
 def test_masters_of_a_split_model_are_refused():

@@ -75,6 +75,60 @@ def delta_rule(
     )
 
 
+def delta_rule_gradient(
+    q: Float32[Array, "B T K I"],
+    k: Float32[Array, "B T K I"],
+    v: Float32[Array, "B T H C"],
+    decay: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    of_out: Float32[Array, "B T H C"],
+    lengths: Int32[Array, " B"],
+    *,
+    backend: Backend,
+) -> tuple[
+    Float32[Array, "B T K I"],
+    Float32[Array, "B T K I"],
+    Float32[Array, "B T H C"],
+    Float32[Array, "B T H"],
+    Float32[Array, "B T H"],
+]:
+    """The cotangents of what the recurrence of `delta_rule` reads, of whole sequences.
+
+    Forward, with P the state behind the token before, S0 = 0: `R = P decay`, `u = v - R^T k`,
+    `w = beta u`, `S = R + k w^T`, `out = S^T q`. Backward, from the last token to the first, with D
+    the cotangent of the state behind a token:
+
+    `of_q = S of_out`; `D = D + q of_out^T`; `of_w = D^T k`; `of_beta = sum(of_w u)`;
+    `of_v = beta of_w`; `E = D - k of_v^T`; `of_k = D w - R of_v`; `of_decay = sum(E P)`;
+    `D = E decay`
+
+    Args:
+        q: Normalised and scaled.
+        k: Normalised.
+        v: Values; head h has the queries and keys of head `h // (H / K)`.
+        decay: Of the state.
+        beta: Of what is written.
+        of_out: Cotangents of the results.
+        lengths: Tokens of each sequence; behind them all cotangents are 0.
+        backend: Which implementation runs.
+
+    Raises:
+        NotImplementedError: If the backend does not do it.
+
+    Numerics:
+        float32, nothing is rounded further. States behind each block of 64 positions are computed
+        first; then blocks and tokens are walked from the last to the first, and the states of a
+        block are computed again from that before it. Sums over channels, and over the heads of
+        values of a head of keys, are fixed-shape sums of the backend. A sequence and a head of keys
+        meet no other.
+        Claims: run-invariant, batch-invariant. Bits depend on (G, I, C, build).
+
+    Reference:
+        Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, eq. 10; its derivative.
+    """
+    return KERNELS[backend].delta_rule_gradient(q, k, v, decay, beta, of_out, lengths)
+
+
 def gated_rms_norm(
     x: Float32[Array, "M C"],
     z: Activation[Array, "M C"],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 
 NORM_EPS = 1e-6
@@ -161,6 +162,126 @@ def _read_states(
     # A row of padding alone has first = last = -1, and no block.
     blocks = jnp.maximum(first, 0) // block_len, last // block_len + 1
     lax.fori_loop(*blocks, block_step, 0)
+
+
+@jax.jit
+def delta_rule_gradient(q, k, v, decay, beta, of_out, lengths) -> tuple[jax.Array, ...]:
+    """See `api.delta_rule_gradient`."""
+    (batch, num_rows, num_keys, _), num_heads = q.shape, v.shape[2]
+    # SHAPE: two blocks at least; of one the compiler knows the index.
+    length = max(num_rows, 2 * STATE_BLOCK)
+    shapes = [x.shape for x in (q, k, v, decay, beta)]
+
+    def by_head(x):
+        """[B K, T, ...], all heads of values of a head of keys in a row."""
+        x = jnp.moveaxis(x.reshape(batch, num_rows, num_keys, -1), 2, 1)
+        return pad_axis(x.reshape(batch * num_keys, num_rows, -1), 1, length)
+
+    heads = [by_head(x) for x in (q, k, v, decay, beta, of_out)]
+    found = run_blocks(
+        partial(_walk_back, num_keys, num_heads // num_keys),
+        *heads,
+        lengths,
+        name="delta_rule_gradient",
+        grid=(batch * num_keys,),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in heads[:5]],
+        out_specs=[pl.BlockSpec((1, *x.shape[1:]), lambda head: (head, 0, 0)) for x in heads[:5]],
+    )
+
+    def by_token(x, shape):
+        x = x[:, :num_rows].reshape(batch, num_keys, num_rows, -1)
+        return jnp.moveaxis(x, 1, 2).reshape(shape)
+
+    return tuple(map(by_token, found, shapes))
+
+
+class _Token(NamedTuple):
+    """What the recurrence reads of a token: q and k [1, c, 1], v [G, C], gates [G, 1]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    decay: jax.Array
+    beta: jax.Array
+
+    def advance(self, before):
+        """The state behind it; the decayed state, what it lacked, and what was written."""
+        scaled = before * self.decay[:, :, None]
+        # ORDER: one fixed-shape sum over the channels of a key.
+        lack = self.v - jnp.sum(scaled * self.k, axis=1)
+        written = lack * self.beta
+        return scaled + self.k * written[:, None], scaled, lack, written
+
+    def pull(self, before, of_state, of_out):
+        """Cotangents of the state before it, and of what it reads.
+
+        # ORDER: fixed-shape sums over channels, or over all of a group's channels at once.
+        """
+        state, scaled, lack, written = self.advance(before)
+        of_out, of_q = of_out[:, None], jnp.sum(state * of_out[:, None], axis=(0, 2))
+        of_state = of_state + self.q * of_out
+        of_written = jnp.sum(of_state * self.k, axis=1)
+        of_v = of_written * self.beta
+        of_beta = jnp.sum(of_written * lack, axis=1)
+        of_k = jnp.sum(of_state * written[:, None] - scaled * of_v[:, None], axis=(0, 2))
+        of_scaled = of_state - self.k * of_v[:, None]
+        of_decay = jnp.sum(of_scaled * before, axis=(1, 2))
+        return of_scaled * self.decay[:, :, None], (of_q, of_k, of_v, of_decay, of_beta)
+
+
+def _walk_back(num_keys: int, group: int, *refs) -> None:
+    """All tokens of one sequence and one head of keys: forward by blocks, then back."""
+    *operands, of_out_ref, lengths_ref = refs[:7]
+    results, head = refs[7:], pl.program_id(0)
+    dim, value_dim = operands[0].shape[2], operands[2].shape[2] // group
+    shapes = ((1, dim, 1), (1, dim, 1), (group, value_dim), (group, 1), (group, 1))
+    num_tokens = lengths_ref[head // num_keys]
+    num_blocks = (num_tokens + STATE_BLOCK - 1) // STATE_BLOCK
+    zeros = jnp.zeros((group, dim, value_dim), jnp.float32)
+
+    def token(t) -> _Token:
+        rows = (ref[head, pl.ds(t, 1), :] for ref in operands)
+        return _Token(*(row.reshape(shape) for row, shape in zip(rows, shapes, strict=True)))
+
+    def tokens_of(block):
+        start = block * STATE_BLOCK
+        return start, jnp.minimum(start + STATE_BLOCK, num_tokens)
+
+    def keep(block, carry):
+        """The state before each block."""
+        state, kept = carry
+        kept = lax.dynamic_update_index_in_dim(kept, state, block, 0)
+        return lax.fori_loop(*tokens_of(block), lambda t, s: token(t).advance(s)[0], state), kept
+
+    def walk(i, of_state):
+        """A block: its states forward, then its tokens back."""
+        block = num_blocks - 1 - i
+        start, stop = tokens_of(block)
+
+        def keep_token(t, carry):
+            state, kept = carry
+            kept = lax.dynamic_update_index_in_dim(kept, state, t - start, 0)
+            return token(t).advance(state)[0], kept
+
+        def back(j, of_state):
+            t = stop - 1 - j
+            before = lax.dynamic_index_in_dim(states, t - start, keepdims=False)
+            of_out = of_out_ref[head, pl.ds(t, 1), :].reshape(group, value_dim)
+            of_state, found = token(t).pull(before, of_state, of_out)
+            for ref, part in zip(results, found, strict=True):
+                ref[0, pl.ds(t, 1), :] = part.reshape(1, -1)
+            return of_state
+
+        first = lax.dynamic_index_in_dim(firsts, block, keepdims=False)
+        empty = jnp.zeros((STATE_BLOCK, *zeros.shape), jnp.float32)
+        _, states = lax.fori_loop(start, stop, keep_token, (first, empty))
+        return lax.fori_loop(0, stop - start, back, of_state)
+
+    for ref in results:
+        ref[...] = jnp.zeros(ref.shape, jnp.float32)
+    empty = jnp.zeros((operands[0].shape[1] // STATE_BLOCK, *zeros.shape), jnp.float32)
+    _, firsts = lax.fori_loop(0, num_blocks, keep, (zeros, empty))
+    lax.fori_loop(0, num_blocks, walk, zeros)
 
 
 @partial(jax.jit, static_argnames=("eps",))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from detjax.pallas_kernels.delta_rule.portable import NORM_EPS, write_rows
+from detjax.pallas_kernels.delta_rule.portable import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.hopper_sums import row_sum
 from detjax.pallas_kernels.reference_library import call
 

@@ -89,6 +89,15 @@ def _delta_rule(
     return out, jax.freeze(rows_ref), jax.freeze(states_ref)
 
 
+def delta_rule_gradient(q, k, v, decay, beta, of_out, lengths) -> tuple[jax.Array, ...]:
+    """See `api.delta_rule_gradient`.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError("sm90 has no gradient of linear attention; use portable")
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def gated_rms_norm(x, z, gain, *, eps: float, interpret: bool = False) -> jax.Array:
     """See `api.gated_rms_norm`.
