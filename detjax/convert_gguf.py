@@ -34,7 +34,10 @@ def make_parser() -> CommandParser:
     parser = CommandParser("convert_gguf", description=description_of(__doc__), epilog=EXAMPLES)
     parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of a whole model")
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="folder to make; must not exist or be empty"
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder to make; it must be empty, or not exist yet",
     )
     add_options(parser, "output", (options.QUIET,))
     return parser

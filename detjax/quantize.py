@@ -55,7 +55,7 @@ _OUTPUT = replace(
     metavar="DIR",
     parse=Path,
     is_required=True,
-    help="folder to make; must not exist or be empty",
+    help="folder to make; it must be empty, or not exist yet",
 )
 
 

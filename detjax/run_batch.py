@@ -44,7 +44,7 @@ _INPUT = Option(
 )  # fmt: skip
 _OUTPUT = replace(
     options.OUTPUT, parse=Path, flags=(*options.OUTPUT.flags, "--output-file"), is_required=True,
-    help="where answers are written, a line each; must not exist or be empty",
+    help="where answers are written, a line each; it must be empty, or not exist yet",
 )  # fmt: skip
 _SKIP_DONE = Option(
     name="skip_done", default=False,
