@@ -275,7 +275,7 @@ def grpo_args(args: argparse.Namespace) -> "GrpoArgs":
     if args.lora_rank:
         modes = tuple("merged" if mode == "fast" else mode for mode in modes)
     values |= {"modes": modes, "seeds": tuple(args.seeds or (0,))}
-    values["lora_target_modules"] = tuple(args.lora_target_modules or ())
+    values["lora_target_modules"] = tuple(sorted(set(args.lora_target_modules or ())))
     return GrpoArgs(**values)
 
 

@@ -90,7 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {"r": 4, "lora_alpha": 8, "target_modules": [*ALL, "shared_expert_gate"]},
     ),
-    "shared_expert_plain": ("glm4_moe", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    # PEFT adapts the parameters of experts for these names, and no shared expert.
+    "experts_by_name": ("glm4_moe", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
 }
 EXPERT_MODULES = ("expert_modules",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

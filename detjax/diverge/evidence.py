@@ -12,7 +12,7 @@ import numpy as np
 from detjax.diverge.divergence import Divergence
 from detjax.diverge.find import find_divergence
 from detjax.diverge.runs import ModelSource
-from detjax.diverge.setting import RecordedAnswer, Setting
+from detjax.diverge.setting import RecordedAnswer, Setting, refuse_adapter
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import CheckDifference
 from detjax.models.loading import LoadedModel
@@ -120,8 +120,10 @@ def answer_of_receipt(receipt: Receipt) -> RecordedAnswer:
     """Return the answer of a receipt, which may be any of its prompt's sequences.
 
     Raises:
-        ValueError: If its masks come from a grammar, which no setting has.
+        ValueError: If its masks come from a grammar, or it was made with an adapter: no setting has
+            them.
     """
+    refuse_adapter(receipt.adapter)
     if receipt.sampling.structured_output is not None:
         raise ValueError("the receipt has structured_output, and settings have no grammars")
     return RecordedAnswer(

@@ -16,6 +16,19 @@ from detjax.engine.outputs.completion import CompletionOutput
 FORWARD_PATHS = ("decode", "prefill")
 
 
+def refuse_adapter(sha256: str) -> None:
+    """Refuse an answer that no setting gives.
+
+    Raises:
+        ValueError: If an adapter has this hash; "" is none.
+    """
+    if sha256:
+        raise ValueError(
+            f"it was made with the adapter {sha256}, and settings have no adapters; "
+            "`detjax.replay` and `detjax.audit` compare it with --lora-modules"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """How a prompt is run. No setting of mode `invariant` or `dvr` may change a bit.
@@ -133,13 +146,15 @@ class RecordedAnswer:
         """Read a line of `python -m detjax.generate --format jsonl`.
 
         Raises:
-            ValueError: If a field is missing, the digest is not that of the rest, or the answer is
-                not the first sequence of its prompt, whose noise no setting draws.
+            ValueError: If a field is missing, the digest is not that of the rest, an adapter had a
+                part in it, or the answer is not the first sequence of its prompt, whose noise no
+                setting draws.
         """
         try:
             output = CompletionOutput.from_dict(entry)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no answer: {error!r}") from error
+        refuse_adapter(output.adapter)
         if output.index:
             raise ValueError(f"sequence={output.index} must be 0: ask for the prompt with n=1")
         return cls(

@@ -169,6 +169,8 @@ def run_load(
                 drawn.request.sampling,
                 is_deterministic=not is_plain,
                 priority=int(rng.integers(0, 3)),
+                cache_salt=drawn.request.cache_salt,
+                adapter=drawn.request.adapter,
                 on_token=StopAfter(drawn.stop),
             )
             under_way[request_id] = len(expected[index])
@@ -226,4 +228,11 @@ def _difference(seq: _Asked, reason: FinishReason) -> str:
     wanted = np.array(want.logprobs[:count], np.float32)
     if not (logprobs.view(np.uint32) == wanted.view(np.uint32)).all():
         return f"logprobs {logprobs}, not {wanted}"
+    tops = tuple(top for o in seq.outputs for top in o.top_logprobs)
+    if tops != want.top_logprobs[:count]:
+        return f"top logprobs {tops}, not {want.top_logprobs[:count]}"
+    of_prompt = next((o.prompt_logprobs for o in seq.outputs if o.prompt_logprobs), None)
+    is_told = want.sequence_idx == 0 and reason is not FinishReason.CANCELLED
+    if is_told and (of_prompt or ()) != (want.prompt_logprobs or ()):
+        return f"logprobs of the prompt {of_prompt}, not {want.prompt_logprobs}"
     return ""

@@ -123,6 +123,9 @@ def test_a_receipt_is_an_answer_whichever_of_its_sequences_it_is():
     formed = dataclasses.replace(receipt, request=receipt.request | {"sampling": grammar})
     with pytest.raises(ValueError, match="structured_output"):
         answer_of_receipt(formed)
+    adapted = dataclasses.replace(receipt, request=receipt.request | {"adapter": "ab"})
+    with pytest.raises(ValueError, match="settings have no adapters"):
+        answer_of_receipt(adapted)
 
 
 @pytest.mark.nightly

@@ -79,6 +79,7 @@ def test_an_answer_is_read_from_a_line_bit_for_bit():
         ("{}", "no answer: KeyError('token_ids')"),
         (json.dumps(entry() | {"token_ids": [3, 5]}), "the record was changed"),
         (json.dumps(entry(sequence_idx=1)), "sequence=1 must be 0"),
+        (json.dumps(entry() | {"adapter": "ab"}), "the adapter ab, and settings have no adapters"),
         (json.dumps(entry(token_ids=(), logprobs=(), top_logprobs=())), "at least one token"),
         ("{", "Expecting"),
     ],

@@ -1519,22 +1519,22 @@ def test_attention_gradient_is_bitwise_batch_invariant(softcap, sinks):
     assert count_different_bits(np.asarray(got), np.asarray(want)) > 0
 
 
-def _delta_tokens() -> list:
+def _delta_tokens(lengths: tuple[int, ...] = LENGTHS, num_rows: int = 128) -> list:
     """Two heads of keys with two of values each; what lies behind a sequence's end is NaN."""
     rng = np.random.default_rng(8)
-    batch, keys, values = len(LENGTHS), (2, 16), (4, 32)
+    batch, keys, values = len(lengths), (2, 16), (4, 32)
     q, k, v, of_out = (
-        rng.standard_normal((batch, 128, *tail)) for tail in (keys, keys, values, values)
+        rng.standard_normal((batch, num_rows, *tail)) for tail in (keys, keys, values, values)
     )
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    decay, beta = (rng.uniform(low, 1, (batch, 128, 4)) for low in (0.7, 0.1))
-    is_real = np.arange(128)[None] < np.asarray(LENGTHS)[:, None]
+    decay, beta = (rng.uniform(low, 1, (batch, num_rows, 4)) for low in (0.7, 0.1))
+    is_real = np.arange(num_rows)[None] < np.asarray(lengths)[:, None]
 
     def hidden(x):
         is_there = is_real.reshape(*is_real.shape, *[1] * (x.ndim - 2))
         return np.where(is_there, x, np.nan).astype(np.float32)
 
-    return [*map(hidden, (q, k, v, decay, beta, of_out)), np.asarray(LENGTHS, np.int32)]
+    return [*map(hidden, (q, k, v, decay, beta, of_out)), np.asarray(lengths, np.int32)]
 
 
 def _in_rows(found) -> jax.Array:
@@ -1581,6 +1581,10 @@ def test_delta_rule_gradient_is_bitwise_batch_invariant():
         assert_bitwise_equal(got, whole[i : i + 1, :padded], claim=f"sequence {i} alone")
     assert_order_sensitive(rows[2][0, :64, 0].T * rows[5][0, :64, 0].T)
     assert count_different_bits(np.asarray(_plain_delta_gradient(*rows)), whole) > 0
+    *long, lengths = _delta_tokens((200, 150), 256)
+    whole = _delta_gradient(*long, lengths)
+    got = _delta_gradient(*(x[:, :200] for x in long), lengths)
+    assert_bitwise_equal(got, whole[:, :200], claim="rows that are no whole blocks")
 
 
 @pytest.mark.slow

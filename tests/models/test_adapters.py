@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from detjax.engine.running.device_arrays import empty_pages
-from detjax.models.adapters.adapter import read_adapter
+from detjax.models.adapters.adapter import PEFT_PREFIX, BaseModel, read_adapter
 from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.adapters.program import ADAPTERS, SLOTS, adapters_of, with_adapters
 from detjax.models.adapters.stack import (
@@ -24,6 +24,7 @@ from detjax.models.adapters.stack import (
 )
 from detjax.models.hf_config import load_config
 from detjax.models.loading import load_model
+from detjax.models.weights.reading import Reading
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -74,6 +75,91 @@ def test_logits_are_as_close_to_float64_as_those_of_peft(case, dtype):
     least = 3 if dtype == "bfloat16" else 10_000
     assert errors[1] > 0.9 * facts["max_abs_without_adapter"] > least * allowed
     jax.clear_caches()
+
+
+def one_of_each_family() -> list[str]:
+    """Golden folders."""
+    found: dict[str, str] = {}
+    for path in sorted((GOLDENS / "hf").iterdir()):
+        if path.name != "gpt_oss":  # whose experts are no matrices in the file
+            found.setdefault(load_config(path).family, path.name)
+    return list(found.values())
+
+
+def float32_logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
+    """Of 37 tokens."""
+    profile, config = (
+        NumericsProfile(weight_dtype="float32", compute_dtype="float32"),
+        load_config(folder),
+    )
+    backend = cpu_backend(config, profile)
+    model = load_model(str(folder), profile=profile, mesh=make_mesh(1, 1), backend=backend)
+    rank = 16 if config.experts and not config.has_clamped_experts else 0
+    model = open_adapters(model, AdapterSizes(max_loras=1, max_expert_lora_rank=rank))
+    model.params[ADAPTERS][SLOTS] = jnp.full(1, -1, jnp.int32)
+    if adapter is not None:
+        read = read_adapter(
+            adapter, config, dtype=profile.param_dtype, max_rank=16, max_expert_rank=rank
+        )
+        install_adapter(model, read, 0)
+    tokens = batch_of([(list(range(3, 40)), 0)], np.array([[0]], np.int32))
+    slots = np.array([-1 if adapter is None else 0], np.int32)
+    _, logits = scoring_step(model)(
+        empty_pages(model, 1), dataclasses.replace(tokens, adapters=slots)
+    )
+    jax.clear_caches()
+    return np.asarray(logits)
+
+
+def write_merged(base: Path, merged: Path, adapter: Path) -> None:
+    """Write a random adapter of every module of a checkpoint, and the checkpoint with it added."""
+    merged.mkdir()
+    adapter.mkdir()
+    (merged / "config.json").write_text((base / "config.json").read_text())
+    weights = load_file(base / "model.safetensors")
+    rng, tensors, names = np.random.default_rng(0), {}, []
+    for name, module in BaseModel(config=load_config(base)).modules.items():
+        if f"{name}.weight" not in weights:
+            continue  # of an expert, where one tensor has those of all
+        num_out, num_in = module.shape
+        a = rng.standard_normal((4, num_in), np.float32) * num_in**-0.5
+        b = rng.standard_normal((num_out, 4), np.float32) * 0.3
+        tensors |= {
+            f"{PEFT_PREFIX}{name}.lora_A.weight": a, f"{PEFT_PREFIX}{name}.lora_B.weight": b,
+        }  # fmt: skip
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].astype(np.float32) + 2 * b @ a
+        names.append(name)
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": names}
+    (adapter / "adapter_config.json").write_text(json.dumps(values))
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    save_file({k: v.astype(np.float32) for k, v in weights.items()}, merged / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", one_of_each_family())
+def test_an_adapter_is_the_model_with_it_added_to_the_checkpoint(case, tmp_path, monkeypatch):
+    """Both round in float32. The control: rows of B in their own order, where they change places.
+
+    A float32 sum of these widths is wrong by some 1e-6 of its terms, and there are few layers.
+    """
+    base, (merged, adapter) = GOLDENS / "hf" / case, (tmp_path / name for name in ("m", "a"))
+    write_merged(base, merged, adapter)
+    want, plain = float32_logits(merged), float32_logits(base)
+    change = np.abs(want - plain).max()
+    assert change > 1
+    assert np.abs(float32_logits(base, adapter) - want).max() < 1e-4 * change
+    rows = BaseModel(config=load_config(base)).modules.values()
+    if any(part.reading.head_order for module in rows for part in module.parts):
+        monkeypatch.setattr(
+            Reading, "order", property(lambda it: np.arange(it.start, it.start + it.num_rows))
+        )
+        moved = read_adapter(
+            adapter, load_config(base), dtype=jnp.dtype(jnp.float32), max_rank=16,
+            max_expert_rank=16,
+        )  # fmt: skip
+        monkeypatch.undo()
+        monkeypatch.setattr("tests.models.test_adapters.read_adapter", lambda *a, **k: moved)
+        assert np.abs(float32_logits(base, adapter) - want).max() > 0.01 * change
 
 
 def test_float32_values_are_rounded_once_and_the_hash_is_of_what_is_computed_with(tmp_path):

@@ -288,4 +288,7 @@ def test_wrong_key_model_and_length_are_told_with_the_numbers(llm):
             assert post_to(own, model="other").status_code == 404
             late = post_to(own, prompt=[5] * 300)
             assert late.status_code == 400
-            assert "has 300 tokens and the answer may have 12" in late.json()["error"]["message"]
+            assert (
+                "has 300 tokens and its answer 12, more than this"
+                in late.json()["error"]["message"]
+            )

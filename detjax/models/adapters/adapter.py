@@ -46,10 +46,11 @@ type Key = tuple[int, str]
 
 
 SHARED_EXPERT = "a shared expert"
+"""As `unproven` says it. Adapters beside one can be trained."""
 
 
 def unproven(config: ModelConfig) -> list[str]:
-    """What a model has with which no GPU has run adapters."""
+    """Features of a model for which no GPU has run adapters; empty if one has run all of them."""
     layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
     plan = readings(config, jnp.dtype(jnp.bfloat16))
     matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
@@ -70,11 +71,11 @@ class ModuleRows:
 
     Attributes:
         key: Of the tensor.
-        order: Which row of the module each of its rows is.
+        reading: Which row of the module each of its rows is.
     """
 
     key: Key
-    order: np.ndarray
+    reading: Reading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +208,7 @@ def _of_modules(
         num_out, num_in = module.shape
         a, b = sides.read(name, "A", (rank, num_in)), sides.read(name, "B", (num_out, rank))
         for part in module.parts:
-            one = LowRank(a=a, b=b[part.order], scale=ranks.peft.scale_of(name))
+            one = LowRank(a=a, b=b[part.reading.order], scale=ranks.peft.scale_of(name))
             if module.expert is None:
                 tensors[part.key] = one
             else:
@@ -282,7 +283,7 @@ class BaseModel:
                     before = found[module].parts if module in found else ()
                     found[module] = LinearModule(
                         shape=(reading.source_rows, num_in),
-                        parts=(*before, ModuleRows(key=(i, name), order=reading.order)),
+                        parts=(*before, ModuleRows(key=(i, name), reading=reading)),
                         expert=expert if spec.num_experts else None,
                     )
         return found
@@ -294,7 +295,7 @@ class BaseModel:
 
     @property
     def without_place(self) -> Iterator[str]:
-        """Modules that may have none: of the model, routers, and tensors that are not `adapted`."""
+        """`lm_head`, embeddings, routers, and modules of tensors that are not `adapted`."""
         others = [name for name in (*ADAPTED, *ADAPTED_EXPERTS) if name not in self.adapted]
         yield from ("lm_head", self.named("model.embed_tokens"))
         for layer in self.layers:

@@ -33,7 +33,6 @@ from detjax.models.params import (
     stored_on_host,
 )
 from detjax.models.weights.packed import MatrixForm
-from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.lora.adapted import (
     RANK_BLOCK,
@@ -168,10 +167,10 @@ def share_adapters(model: LoadedModel) -> LoadedModel:
 def _check_kernels(model: LoadedModel) -> None:
     """Refuse kernels that do not add adapters to such a model's activations, or never have."""
     whats = unproven(model.config)
-    if whats and model.backend is Backend.SM90:
+    if whats and not KERNELS[model.backend].adapts_every_family:
         raise ValueError(
-            f"adapters of a model with {whats[0]} on backend sm90 are not supported: no GPU has "
-            "run them; use backend 'reference' or 'portable'"
+            f"adapters of a model with {whats[0]} on backend {model.backend.value} are not "
+            "supported: no GPU has run them; use backend 'reference' or 'portable'"
         )
     compute = model.profile.compute_dtype
     if compute not in KERNELS[model.backend].adapted_dtypes:

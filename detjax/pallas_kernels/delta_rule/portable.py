@@ -168,8 +168,8 @@ def _read_states(
 def delta_rule_gradient(q, k, v, decay, beta, of_out, lengths) -> tuple[jax.Array, ...]:
     """See `api.delta_rule_gradient`."""
     (batch, num_rows, num_keys, _), num_heads = q.shape, v.shape[2]
-    # SHAPE: two blocks at least; of one the compiler knows the index.
-    length = max(num_rows, 2 * STATE_BLOCK)
+    # SHAPE: whole blocks, and two at least; of one the compiler knows the index.
+    length = max(-(-num_rows // STATE_BLOCK), 2) * STATE_BLOCK
     shapes = [x.shape for x in (q, k, v, decay, beta)]
 
     def by_head(x):
