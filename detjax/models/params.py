@@ -349,10 +349,9 @@ MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 EXPERT_MATRICES = ("expert_gate_up", "expert_down")
 """Matrices of a layer's experts."""
 
-SHARED_MATRICES = ("shared_gate_up", "shared_down", "shared_gate")
-"""Matrices of a layer's shared expert."""
-
-ADAPTED_MATRICES = (*MATRICES, "attn_gate", "linear_in", "linear_o", *SHARED_MATRICES)
+ADAPTED_MATRICES = (
+    *MATRICES, "attn_gate", "linear_in", "linear_o", "shared_gate_up", "shared_down", "shared_gate",
+)  # fmt: skip
 """Matrices of a layer that may have adapters, but for those of experts."""
 
 
@@ -698,33 +697,24 @@ def _is_wide(config: ModelConfig, line: Param) -> bool:
     return is_of_router or line.name in _LINEAR_WIDE
 
 
-def stored_rows(tensor: jax.Array, spec: TensorSpec) -> jax.Array:
+def stored_rows[A: (jax.Array, np.ndarray)](tensor: A, spec: TensorSpec) -> A:
     """Arrange a checkpoint's tensor as `spec` stores it: rows repeated, or with zeros behind runs.
 
     Args:
-        tensor: Of shape `spec.source_shape`, any dtype.
+        tensor: Of the rows of `spec.source_shape`, any dtype. NumPy's stays on the host.
         spec: What to make of it.
     """
     if not spec.is_rearranged:
         return tensor
+    xp: Any = np if isinstance(tensor, np.ndarray) else jnp
     parts = []
     starts = [run.start for run in spec.runs]
     for run, end in zip(spec.runs, [*starts[1:], spec.shape[0]], strict=True):
         parts.append(tensor[run.source : run.source + run.num_rows])
         num_zeros = end - run.start - run.num_rows
         if num_zeros:
-            parts.append(jnp.zeros((num_zeros, *spec.shape[1:]), tensor.dtype))
-    return jnp.concatenate(parts)
-
-
-def stored_on_host(tensor: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """`stored_rows` without a device, of any number of columns."""
-    if not spec.is_rearranged:
-        return tensor
-    out = np.zeros((spec.shape[0], *tensor.shape[1:]), tensor.dtype)
-    for run in spec.runs:
-        out[run.start : run.start + run.num_rows] = tensor[run.source : run.source + run.num_rows]
-    return out
+            parts.append(xp.zeros((num_zeros, *tensor.shape[1:]), tensor.dtype))
+    return xp.concatenate(parts)
 
 
 def checkpoint_rows(stored: np.ndarray, spec: TensorSpec) -> np.ndarray:

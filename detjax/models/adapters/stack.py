@@ -30,7 +30,7 @@ from detjax.models.params import (
     TENSORS_OF,
     ParamSpec,
     param_specs,
-    stored_on_host,
+    stored_rows,
 )
 from detjax.models.weights.packed import MatrixForm
 from detjax.pallas_kernels.kernel_table import KERNELS
@@ -321,7 +321,7 @@ def _packed(
         if one is not None:
             num_ranks = one.a.shape[-2]
             a[..., part, :num_ranks, :], scales[part] = one.a, one.scale
-            column[..., part, :num_ranks] = stored_on_host(one.b, tensor)
+            column[..., part, :num_ranks] = stored_rows(one.b, tensor)
         columns.append(column)
     b = np.concatenate(columns, axis=1) if lead else _joined(columns, tp)
     return AdapterStack(a=a, b=b.reshape(*lead, num_out, parts, rank), scales=scales)
