@@ -36,8 +36,16 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
-from detjax.pallas_kernels.lora.adapted import AdaptedMatrix
-from detjax.pallas_kernels.lora.api import expert_lora_add, lora_add, lora_hidden
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, LowRankRows
+from detjax.pallas_kernels.lora.api import (
+    expert_lora_add,
+    lora_add,
+    lora_hidden,
+    lora_linear,
+    lora_linear_add_rms_norm,
+    lora_linear_swiglu,
+    lora_project,
+)
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -350,11 +358,12 @@ def gated_layer(
     x: Activation[Array, "M D"] | None,
 ) -> Activation[Array, "M f"]:
     """The feed-forward layer up to its row-parallel product; `x` as in `Stream`."""
-    if isinstance(weights["gate_up"], AdaptedMatrix):
+    if isinstance(w := weights["gate_up"], AdaptedMatrix):
         rows = final_rows(ctx, residual, x, weights.get("mlp_norm"))
-        gate_up = adapted_linear(ctx, rows, weights["gate_up"], None)
-        gated = geglu if ctx.config.gating is Gating.GEGLU else swiglu
-        return gated(gate_up, backend=ctx.backend)
+        if ctx.config.gating is Gating.GEGLU:
+            return geglu(adapted_linear(ctx, rows, w, None), backend=ctx.backend)
+        adapters = _adapter_rows(ctx, rows, w)
+        return lora_linear_swiglu(rows, w.base, adapters, backend=ctx.backend)
     if ctx.config.gating is Gating.GEGLU:
         x = final_rows(ctx, residual, x, weights["mlp_norm"])
         gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=ctx.backend)
@@ -615,30 +624,28 @@ def adapted_linear(
 
     `out = round((base(x) + bias) + B round(s A x))`; every rank has A, and its rows of B.
     """
-    float32 = jnp.dtype(jnp.float32)
-    base = linear(x, w.base, bias, out_dtype=float32, backend=ctx.backend)
-    leaf_sums = linear_leaf_sums(
-        x, w.stack.a, reduction=tree_reduction(x.shape[1], ctx.profile), backend=ctx.backend
-    )
-    return _add_adapters(ctx, base, leaf_sums, w, out_dtype=ctx.profile.activation_dtype)
+    adapters, dtype = _adapter_rows(ctx, x, w), ctx.profile.activation_dtype
+    return lora_linear(x, w.base, bias, adapters, out_dtype=dtype, backend=ctx.backend)
 
 
-def _add_adapters(
-    ctx: ForwardContext,
-    base: Float32[Array, "M o"],
-    leaf_sums: Float32[Array, "A M X"],
-    w: AdaptedMatrix,
-    *,
-    out_dtype: jnp.dtype,
-) -> Activation[Array, "M o"]:
-    """Finish `A x`, and add `B h` to an unrounded product."""
-    # A sequence has all its rows here, or in the last layer the one that is wanted.
-    slots = jnp.repeat(w.slots, base.shape[0] // w.slots.shape[0])
-    h = lora_hidden(
-        leaf_sums, slots, w.stack.scales,
+def _adapter_rows(
+    ctx: ForwardContext, x: Activation[Array, "M I"], w: AdaptedMatrix
+) -> LowRankRows:
+    """`round(s A x)`, each row by its adapter, and B; with all of I."""
+    h = lora_project(
+        x, w.stack.a, _row_slots(w, x.shape[0]), w.stack.scales,
+        reduction=tree_reduction(x.shape[1], ctx.profile),
         out_dtype=ctx.profile.activation_dtype, backend=ctx.backend,
     )  # fmt: skip
-    return lora_add(base, h, w.stack.b, out_dtype=out_dtype, backend=ctx.backend)
+    return LowRankRows(h=h, b=w.stack.b)
+
+
+def _row_slots(w: AdaptedMatrix, num_rows: int) -> Int32[Array, " M"]:
+    """The slot of each row's adapter.
+
+    A sequence has all its rows here, or in the last layer the one that is wanted.
+    """
+    return jnp.repeat(w.slots, num_rows // w.slots.shape[0])
 
 
 def _adapted_row_parallel(
@@ -654,21 +661,26 @@ def _adapted_row_parallel(
     p is `B round(s tree(A x))`. Each rank has its columns of A, and all of B. Ranks add both trees
     by a butterfly, so every rank has every row of the residual stream.
     """
-    reduction = tree_reduction(x.shape[1] * ctx.tp, ctx.profile)
+    reduction, eps = tree_reduction(x.shape[1] * ctx.tp, ctx.profile), ctx.config.rms_norm_eps
+    if ctx.tp == 1 and isinstance(ctx.taps, NoTaps):
+        added = lora_linear_add_rms_norm(
+            x, w.base, _adapter_rows(ctx, x, w), residual, bias, gain,
+            reduction=reduction, eps=eps, backend=ctx.backend,
+        )  # fmt: skip
+        return Stream(*added)
 
     def whole_sum(matrix: Any) -> jax.Array:
         partial = linear_partial(x, matrix, reduction=reduction, backend=ctx.backend)
         return butterfly_sum(partial, TP_AXIS, ctx.tp, backend=ctx.backend)
 
-    if ctx.tp == 1:  # WHY: what finishes h adds the leaves as well, a launch less.
-        sums = linear_leaf_sums(x, w.stack.a, reduction=reduction, backend=ctx.backend)
-    else:
-        sums = whole_sum(w.stack.a)[None]
-    partial = whole_sum(w.base)
-    partial = _add_adapters(ctx, partial, sums, w, out_dtype=jnp.dtype(jnp.float32))
-    ctx.taps.see("sum", parts_in_columns(partial))
-    eps = ctx.config.rms_norm_eps
-    return Stream(*add_rms_norm(partial, residual, bias, gain, eps=eps, backend=ctx.backend))
+    float32 = jnp.dtype(jnp.float32)
+    h = lora_hidden(
+        whole_sum(w.stack.a)[None], _row_slots(w, x.shape[0]), w.stack.scales,
+        out_dtype=ctx.profile.activation_dtype, backend=ctx.backend,
+    )  # fmt: skip
+    total = lora_add(whole_sum(w.base), h, w.stack.b, out_dtype=float32, backend=ctx.backend)
+    ctx.taps.see("sum", parts_in_columns(total))
+    return Stream(*add_rms_norm(total, residual, bias, gain, eps=eps, backend=ctx.backend))
 
 
 def _add_own_outputs(

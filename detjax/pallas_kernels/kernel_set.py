@@ -13,6 +13,7 @@ from detjax.pallas_kernels.linear.quantized import (
     RowsToQuantize,
     W8A8Matrix,
 )
+from detjax.pallas_kernels.lora.adapted import LowRankRows
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -146,6 +147,35 @@ class KernelSet(Protocol):
 
     def lora_add(self, base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
         """See `lora.api.lora_add`."""
+        ...
+
+    def lora_project(
+        self, x, a, slots, scales, *, reduction: Reduction, out_dtype: jnp.dtype
+    ) -> jax.Array:
+        """See `lora.api.lora_project`."""
+        ...
+
+    def lora_linear(self, x, w, bias, adapters: LowRankRows, *, out_dtype: jnp.dtype) -> jax.Array:
+        """See `lora.api.lora_linear`."""
+        ...
+
+    def lora_linear_swiglu(self, x, w_gate_up, adapters: LowRankRows) -> jax.Array:
+        """See `lora.api.lora_linear_swiglu`."""
+        ...
+
+    def lora_linear_add_rms_norm(
+        self,
+        x,
+        w,
+        adapters: LowRankRows,
+        residual,
+        bias,
+        gain,
+        *,
+        reduction: Reduction,
+        eps: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `lora.api.lora_linear_add_rms_norm`."""
         ...
 
     def expert_lora_add(self, base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:

@@ -35,6 +35,12 @@ from detjax.pallas_kernels.log_softmax.sm90 import log_sum_exp as log_sum_exp
 from detjax.pallas_kernels.lora.sm90 import expert_lora_add as expert_lora_add
 from detjax.pallas_kernels.lora.sm90 import lora_add as lora_add
 from detjax.pallas_kernels.lora.sm90 import lora_hidden as lora_hidden
+from detjax.pallas_kernels.lora.sm90 import lora_linear as lora_linear
+from detjax.pallas_kernels.lora.sm90 import (
+    lora_linear_add_rms_norm as lora_linear_add_rms_norm,
+)
+from detjax.pallas_kernels.lora.sm90 import lora_linear_swiglu as lora_linear_swiglu
+from detjax.pallas_kernels.lora.sm90 import lora_project as lora_project
 from detjax.pallas_kernels.moe.sm90 import (
     combine_experts_add_rms_norm as combine_experts_add_rms_norm,
 )

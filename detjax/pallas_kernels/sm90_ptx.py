@@ -136,3 +136,17 @@ def read_now(ref, *index, is_interpreted: bool):
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return emit(ref, *(jnp.int32(i) for i in index))
+
+
+def meet_cluster() -> None:
+    """Wait for all threads of the cluster; what they wrote to shared memory is visible then.
+
+    It is called in a kernel's body, as `read_now` is.
+    """
+
+    @plgpu.inline_mgpu()
+    def emit(ctx):
+        for step in ("arrive.release", "wait.acquire"):
+            asm(f"barrier.cluster.{step};")
+
+    emit()

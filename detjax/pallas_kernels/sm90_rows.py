@@ -143,6 +143,11 @@ class Arithmetic:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=self.layout)
 
 
+def add_unless_zero(base, added, math: Arithmetic):
+    """`base + added`, and `base` where `added` is zero, so that -0 stays."""
+    return jnp.where(added == math.full(added.shape, 0.0), base, math.add(base, added))
+
+
 def strided(size: int, vec_len: int, is_interpreted: bool) -> Arithmetic:
     """Arithmetic on a vector: thread t holds runs of `vec_len` elements from `t * vec_len`."""
     return Arithmetic(

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on Hopper: what a kernel computes, and that slots and other adapters have no effect."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.models.layers import ForwardContext, adapted_linear, row_parallel_norm
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm
+from detjax.pallas_kernels.linear.sm90_matmul import matmul
+from detjax.pallas_kernels.linear.tiles import FlatTiles, TallTiles
 from detjax.pallas_kernels.lora import sm90
-from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
+from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack, LowRankRows
+from detjax.pallas_kernels.rms_norm.sm90 import add_rms_norm, combine_add_rms_norm
 from detjax.testing import assert_bitwise_equal, count_different_bits, wide
+from detjax.testing.cases import quick_and_slow
 from detjax.testing.dummies import dummy_config
+
+from .test_linear_sm90 import assert_rounded
 
 BF16 = jnp.dtype(jnp.bfloat16)
 F32 = jnp.dtype(jnp.float32)
@@ -61,6 +70,75 @@ def test_a_sum_with_zero_leaves_the_base_as_it_is(width, dtype):
 def test_rows_without_aligned_pieces_are_refused():
     with pytest.raises(NotImplementedError, match="a multiple of 4 columns from 128 up, not 64"):
         sm90.add_where_not_zero(jnp.zeros((1, 64)), jnp.zeros((1, 64)), out_dtype=BF16)
+
+
+def _eighths(seed: int, *shape: int) -> np.ndarray:
+    """Values whose every product and sum is exact in float32."""
+    return np.random.default_rng(seed).integers(-4, 5, shape) / 8
+
+
+FLAT = FlatTiles(cols=16, k=64, stages=3)
+TALL = TallTiles(cols=128, k=64, stages=3)
+TILES = {
+    "flat": FLAT,
+    "flat, two CTAs a tree": dataclasses.replace(FLAT, groups=2),
+    "flat, one CTA a tree": FLAT,
+    "flat, gated": dataclasses.replace(FLAT, is_gated=True),
+    "flat, gated, two warpgroups": dataclasses.replace(FLAT, is_gated=True, num_wgs=2, k=128),
+    "tall": TALL,
+    "tall, two pieces": dataclasses.replace(TALL, cols=192, k=128, out_span=64),
+    "tall, gated": dataclasses.replace(TALL, cols=64, is_gated=True, num_wgs=1, out_span=64),
+}
+
+
+@pytest.mark.parametrize("name", quick_and_slow(["flat, gated", "tall"], TILES))
+def test_a_product_adds_the_adapters_of_its_rows(name):
+    """Interpreted, exact sums: the formula, also in rows and columns past whole tiles."""
+    tiles, num_rows, k_len = TILES[name], 40, 256
+    has_tree = "tree" in name
+    num_out = 320 if not tiles.is_gated else 384
+    x, w = _eighths(0, num_rows, k_len), _eighths(1, num_out, k_len)
+    bias = None if has_tree or tiles.is_gated else _eighths(2, num_out)
+    if bias is not None and num_out % tiles.cols:
+        bias = None  # whose tiles are whole
+    h, b = _eighths(3, num_rows, 256), _eighths(4, num_out, 256)
+    h[1::3] = 0
+    if tiles.is_gated:
+        b[: num_out // 2, 128:], b[num_out // 2 :, :128] = 0, 0
+    base = x @ w.T + (0 if bias is None else bias)
+    base[h.any(axis=1)] += (h @ b.T)[h.any(axis=1)]
+    operands = [None if it is None else jnp.asarray(it, BF16) for it in (x, w, bias, h, b)]
+    out = matmul(
+        *operands[:3], None, LowRankRows(h=operands[3], b=operands[4]),
+        leaf_len=64 if has_tree else k_len, tiles=tiles, interpret=plgpu.InterpretGPUParams(),
+        out_dtype=BF16 if tiles.is_gated else F32,
+    )  # fmt: skip
+    if tiles.is_gated:
+        gates, ups = np.split(np.asarray(jnp.asarray(base, BF16), np.float64), 2, axis=1)
+        assert_rounded(out, gates / (1 + np.exp(-gates)) * ups)
+        return
+    if tiles.groups > 1:
+        assert np.array_equal(np.asarray(out[-1]), (h @ b.T).astype(np.float32))
+        out = np.asarray(out[:-1]).sum(axis=0) + np.asarray(out[-1])
+    assert np.array_equal(np.asarray(out), base.astype(np.float32))
+
+
+@pytest.mark.parametrize("width", [512, 128])
+def test_the_rest_of_a_tree_takes_what_adapters_add_before_the_bias(width):
+    rng = np.random.default_rng(width)
+    leaves = np.asarray(wide(rng, (3, 5, width), 0.7), np.float32)
+    leaves[2, ::2], leaves[:2, 0, 3] = 0.0, -0.0
+    residual, bias, gain = (jnp.asarray(rng.standard_normal(n), BF16) for n in (
+        (5, width), width, width,
+    ))  # fmt: skip
+    got = combine_add_rms_norm(
+        jnp.asarray(leaves), residual, bias, gain, eps=1e-5, has_added=True, interpret=True
+    )
+    tree = leaves[0] + leaves[1]
+    tree = np.where(leaves[2] == 0, tree, tree + leaves[2])
+    want = add_rms_norm(jnp.asarray(tree), residual, bias, gain, eps=1e-5, interpret=True)
+    for one, other in zip(got, want, strict=True):
+        assert_bitwise_equal(np.asarray(one), np.asarray(other), claim="(tree + B h) + bias")
 
 
 # ------------------------------------------------------------------------------------ on a GPU

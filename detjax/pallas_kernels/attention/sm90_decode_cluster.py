@@ -110,7 +110,7 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
         pl.when(wg == 0)(compute)
         pl.when(wg == 1)(load)
         if cluster > 1 and not job.is_interpreted:
-            _meet_cluster()
+            ptx.meet_cluster()
 
         @pl.when(wg == 0)
         def _merge_here():
@@ -216,7 +216,7 @@ def _send_to_leader(
     """Write a split's partial result where it is merged: with the cluster's first CTA, or here.
 
     # WHY: plain stores to the leader's shared memory, a fresh place for each split, and plain loads
-    there after `_meet_cluster`, which orders them: one proxy, one scope, no flag and no counter.
+    there after `ptx.meet_cluster`, which orders them: one proxy, one scope, no flag and no counter.
     """
     if math.is_interpreted:
         part_ref[split] = out[:num_rows].reshape(-1)
@@ -236,14 +236,3 @@ def _send_to_leader(
             bits.store_rows(x, leader, num_rows)
 
     emit(out, m, weight_sum, part_ref.at[split], scales_ref.at[split, 0], scales_ref.at[split, 1])
-
-
-def _meet_cluster() -> None:
-    """Wait for all threads of the cluster; what they wrote to shared memory is visible then."""
-
-    @plgpu.inline_mgpu()
-    def emit(ctx):
-        for step in ("arrive.release", "wait.acquire"):
-            ptx.asm(f"barrier.cluster.{step};")
-
-    emit()

@@ -20,11 +20,13 @@ from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
     MAX_RANKS_ROWS,
+    Added,
     MatmulTiles,
     Product,
     Rows,
     choose_tiles,
 )
+from detjax.pallas_kernels.lora.adapted import LowRankRows
 from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, joined, rms_norm, row_sum
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
@@ -37,6 +39,9 @@ product 83 (H200, 2026-11).
 
 MAX_COMBINED_ROWS = 128
 """Up to here leaves, residual and norm are one kernel; above, float32 traffic costs."""
+
+MAX_ADDED_TO_TREES = 64
+"""Up to here a product of several leaves adds adapters: those that stream weights do."""
 
 MAX_ADDED_ROWS = 4
 """Up to here a product finishes the sum that its input is, and normalises it; 8 is most."""
@@ -94,12 +99,13 @@ def check_supported(x, w, *, leaf_len: int) -> None:
 
 
 def _multiply_one_leaf(
-    x, w, bias, norm: InputNorm | None, *, out_dtype, is_gated: bool = False, interpret=None
-):
+    x, w, bias, fused: InputNorm | LowRankRows | None, *,
+    out_dtype, is_gated: bool = False, interpret=None,
+):  # fmt: skip
     """`matmul` of one leaf, with tiles chosen by M."""
     rows = Rows.GIVEN
-    if norm is not None:
-        rows = Rows.SUMMED if norm.terms else Rows.NORMALISED
+    if isinstance(fused, InputNorm):
+        rows = Rows.SUMMED if fused.terms else Rows.NORMALISED
     product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -109,10 +115,11 @@ def _multiply_one_leaf(
         has_bias=bias is not None,
         is_gated=is_gated,
         rows=rows,
+        added=Added.ADAPTERS if isinstance(fused, LowRankRows) else Added.NOTHING,
         coding=_coding(x, w, x.shape[1]),
     )
     return matmul(
-        x, w, bias, None, norm,
+        x, w, bias, None, fused,
         leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product), interpret=interpret,
     )  # fmt: skip
 
@@ -139,6 +146,28 @@ def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:
     if x.dtype == jnp.float32:
         return sm90_float32.linear(x, w, bias, out_dtype=out_dtype)
     return _multiply_one_leaf(x, w, bias, None, out_dtype=out_dtype)
+
+
+def adds_adapters(x, w) -> bool:
+    """Whether products add rows' adapters themselves: those of bfloat16, weights not coded."""
+    return x.dtype == jnp.bfloat16 and not isinstance(w, QuantizedMatrix)
+
+
+def linear_with_adapters(
+    x, w, bias, adapters: LowRankRows, *, out_dtype, is_gated: bool = False, interpret=None
+) -> jax.Array:
+    """`linear` or `linear_swiglu` with what `adapters` add to each sum before it is rounded.
+
+    Numerics:
+        # ORDER: `linear`'s, the bias included; the adapters' product k16 block by k16 block in an
+        accumulator of its own, added where it is not zero.
+        # ROUND: as `linear` and `linear_swiglu`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    check_supported(x, w, leaf_len=x.shape[1])
+    return _multiply_one_leaf(
+        x, w, bias, adapters, out_dtype=out_dtype, is_gated=is_gated, interpret=interpret
+    )
 
 
 def linear_swiglu(x, w_gate_up) -> jax.Array:
@@ -251,8 +280,13 @@ def combine_norm_linear(
     return sum_norm_linear(residual, w, None, norm, out_dtype=out_dtype, interpret=interpret)
 
 
-def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
+def linear_leaf_sums(
+    x, w, *, reduction: Reduction, adapters: LowRankRows | None = None, interpret=None
+) -> jax.Array:
     """See `api.linear_leaf_sums`: a part is what one of the CTAs that share a tile's tree adds.
+
+    Up to `MAX_ADDED_TO_TREES` rows it may have adapters, which are the last part if CTAs share a
+    tree, and else in the sum.
 
     Numerics:
         See `linear_partial`.
@@ -271,11 +305,13 @@ def linear_leaf_sums(x, w, *, reduction: Reduction) -> jax.Array:
         num_leaves=num_leaves,
         leaf_len=reduction.leaf_len,
         out_bytes=4,
+        added=Added.ADAPTERS if adapters else Added.NOTHING,
         coding=_coding(x, w, reduction.leaf_len),
     )
     sums = matmul(
-        x, w, None, None,
+        x, w, None, None, adapters,
         leaf_len=reduction.leaf_len, out_dtype=jnp.float32, tiles=choose_tiles(product),
+        interpret=interpret,
     )  # fmt: skip
     return sums.reshape(-1, x.shape[0], w.shape[0])
 
@@ -294,7 +330,7 @@ def linear_partial(x, w, *, reduction: Reduction) -> jax.Array:
 
 
 def _residual_tiles(
-    x, w, reduction: Reduction, *, has_bias: bool, has_ranks: bool = False
+    x, w, reduction: Reduction, *, has_bias: bool, added: Added = Added.NOTHING
 ) -> MatmulTiles:
     product = Product(
         num_rows=x.shape[0],
@@ -304,7 +340,7 @@ def _residual_tiles(
         out_bytes=2,
         has_bias=has_bias,
         has_residual=True,
-        has_ranks=has_ranks,
+        added=added,
         coding=_coding(x, w, reduction.leaf_len),
     )
     return choose_tiles(product)
@@ -377,9 +413,9 @@ def linear_add_ranks(x, w, residual, bias, peers: RanksSum, *, reduction: Reduct
         the rest of the tree.
     """
     w = readable(x, w, leaf_len=reduction.leaf_len)
-    tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None, has_ranks=True)
+    tiles = _residual_tiles(x, w, reduction, has_bias=bias is not None, added=Added.RANKS)
     return matmul(
-        x, w, bias, residual, None, peers,
+        x, w, bias, residual, peers,
         leaf_len=reduction.leaf_len, out_dtype=residual.dtype, tiles=tiles,
     )  # fmt: skip
 

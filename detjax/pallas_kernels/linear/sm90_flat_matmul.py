@@ -5,8 +5,8 @@ The weights are all the traffic. A persistent grid of CTAs streams them through 
 memory, filled by one warpgroup and multiplied by the others. The weights may be codes of 4 or 8
 bits, which become bfloat16 on their way to the tensor core (`sm90_widen`). Up to 8 activations may
 be normalised first, in the same launch, and held whole in shared memory. The sums of the leaves of
-K are added as a tree in registers. The epilogue adds the subtrees of other ranks, the bias and the
-residual stream, or gates, and stores the transposed tile.
+K are added as a tree in registers. The epilogue adds the subtrees of other ranks, the bias, the
+product of rows' adapters and the residual stream, or gates, and stores the transposed tile.
 """
 
 import functools
@@ -54,6 +54,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
 )
 from detjax.pallas_kernels.linear.sm90_widen import ROW_LAYOUT, widen, words_layout
 from detjax.pallas_kernels.linear.tiles import WG_ROWS, FlatTiles, held_chunk
+from detjax.pallas_kernels.lora.adapted import LowRankRows
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows, normalise_wide_rows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
@@ -120,6 +121,10 @@ class RanksSum:
     ranks: Ranks = field(metadata={"static": True})
 
 
+type Fused = InputNorm | RanksSum | LowRankRows
+"""What a product does beside multiplying; one of them at most."""
+
+
 class _Operands(NamedTuple):
     """Arrays in device memory; None where the product has none."""
 
@@ -129,6 +134,7 @@ class _Operands(NamedTuple):
     residual: Any  # [M, N], of the output's dtype
     norm: InputNorm | None
     peers: RanksSum | None
+    adapters: LowRankRows | None = None
     x_scales: Any = None  # [> M] f32, of 8-bit activations; [K / 128, >= M] with blocks
     w_scales: Any = None  # [N] f32, of 8-bit weights; [N / block_rows, K / 128] of blocks
 
@@ -180,6 +186,7 @@ class _Plan:
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
+        low_rank: Columns of the adapters of rows; 0 without.
         is_interpreted: Whether a CPU interprets the kernel.
     """
 
@@ -192,12 +199,33 @@ class _Plan:
     out_dtype: jnp.dtype
     has_residual: bool
     block_rows: int
+    low_rank: int
     is_interpreted: bool
 
     @property
     def num_leaves(self) -> int:
         """Leaves of a tile: a CTA's share of the tree's."""
         return self.k_len // self.leaf_len // self.tiles.groups
+
+    @property
+    def low_rank_pieces(self) -> int:
+        """Parts of a warpgroup's outputs whose adapters lie in columns of their own."""
+        return 2 if self.tiles.is_gated else 1
+
+    @property
+    def low_rank_steps(self) -> int:
+        """Steps of the ring with the adapters of a piece."""
+        return self.low_rank // self.low_rank_pieces // self.tiles.k
+
+    @property
+    def adds_apart(self) -> bool:
+        """Whether the adapters' product is a tile of its own, as CTAs share a tile's leaves."""
+        return self.low_rank > 0 and self.tiles.groups > 1
+
+    @property
+    def num_terms(self) -> int:
+        """Sums of each output that CTAs leave."""
+        return self.tiles.groups + self.adds_apart
 
     @property
     def leaf_steps(self) -> int:
@@ -235,9 +263,14 @@ class _Plan:
         return pl.cdiv(self.num_rows, self.tiles.cols)
 
     @property
-    def num_items(self) -> int:
-        """Tiles of all CTAs, each as often as CTAs share its leaves."""
+    def num_products(self) -> int:
+        """Tiles of the product, each as often as CTAs share its leaves."""
         return self.row_tiles * self.col_tiles * self.tiles.groups
+
+    @property
+    def num_items(self) -> int:
+        """Tiles of all CTAs: those of the product, then those of adapters alone."""
+        return self.row_tiles * self.col_tiles * self.num_terms
 
     @property
     def is_ragged(self) -> bool:
@@ -321,6 +354,10 @@ class _Plan:
             raise ValueError(f"{t=} must divide N={self.num_out}, because there is a bias")
         if self.has_residual and t.groups > 1:
             raise ValueError("a residual is added in the epilogue of unsplit tiles only")
+        if self.low_rank and (t.held or t.coding or self.is_w8a8 or self.has_residual or peers):
+            raise ValueError(f"adapters are added to plain sums of rows that stream, not by {t=}")
+        if self.low_rank % (self.low_rank_pieces * t.k):
+            raise ValueError(f"{t.k=} must divide the adapters' columns, {self.low_rank}")
         if channels != (0 if norm is None else self.k_len):
             raise ValueError(f"held {channels=} must be K={self.k_len} with a gain, else 0")
         if norm is not None and self.num_rows > 8:
@@ -370,11 +407,15 @@ class _Cta:
         return views(self.memory.out, self.plan.is_ragged and self.plan.is_out_tiled)
 
     def locate(self, item):
-        """First weight and first activation of a tile, and its group of leaves."""
+        """First weight and first activation of a tile, and its group of leaves or term."""
         plan, t = self.plan, self.plan.tiles
         group = jnp.int32(0)
         if t.groups > 1:
+            behind = item - plan.num_products
             group, item = lax.rem(item, t.groups), lax.div(item, t.groups)
+            if plan.adds_apart:
+                group = jnp.where(behind < 0, group, t.groups)
+                item = jnp.where(behind < 0, item, behind)
         row, col = item, jnp.int32(0)
         if plan.col_tiles > 1:
             row, col = plgpu.planar_snake(item, (plan.row_tiles, plan.col_tiles), 1, TILE_SNAKE)
@@ -408,16 +449,56 @@ class _Cta:
         @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
         def steps_done(info, carry):
             place = self.locate(info.index[0])
-            first = info.local_index * plan.steps
+            num_steps, num_added = self.steps_of(info.index[0])
 
             def step(i, _):
-                self.load_step(first, i, *place)
+                self.load_step(carry, i, *place)
                 return ()
 
-            lax.fori_loop(0, plan.steps, step, ())
-            return carry + plan.steps
+            lax.fori_loop(0, num_steps, step, ())
+            for piece in range(plan.low_rank_pieces if plan.low_rank else 0):
+                first = carry + num_steps + piece * num_added
+
+                def added_step(i, _, first=first, piece=piece):
+                    self.load_adapters(first, i, piece, *place[:2])
+                    return ()
+
+                lax.fori_loop(0, num_added, added_step, ())
+            return carry + num_steps + plan.low_rank_pieces * num_added
 
         self.ring.drain(steps_done)
+
+    def steps_of(self, item) -> tuple:
+        """Steps of the ring of a tile: those of its product, and of its adapters for each piece."""
+        plan = self.plan
+        num_added = plan.low_rank_steps if plan.low_rank else 0
+        if not plan.adds_apart:
+            return plan.steps, num_added
+        is_product = item < plan.num_products
+        return jnp.where(is_product, plan.steps, 0), jnp.where(is_product, 0, num_added)
+
+    def load_adapters(self, first, i, piece: int, w_row, x_row) -> None:
+        """Copy step `i` of a piece's adapters, whose first step is the ring's step `first`."""
+        plan, t, adapters = self.plan, self.plan.tiles, self.operands.adapters
+        assert adapters is not None
+        slot = self.ring.claim(first + i)
+        full = self.memory.full.at[slot]
+        k = (piece * plan.low_rank_steps + i) * t.k
+        places = plan.weight_pieces[piece :: plan.low_rank_pieces]
+        for start, size, offset in places:
+            plgpu.copy_gmem_to_smem(
+                adapters.b.at[pl.ds(w_row + offset, size), pl.ds(k, t.k)],
+                self.memory.w.at[slot, pl.ds(start, size)],
+                full,
+            )
+        for s in range(plan.slabs):
+            plgpu.copy_gmem_to_smem(
+                adapters.h.at[pl.ds(x_row, t.cols), pl.ds(k + s * plan.span, plan.span)],
+                self.x_views[1].at[slot, s],
+                full,
+            )
+        for _ in range(len(plan.weight_pieces) - len(places)):
+            plgpu.barrier_arrive(full)  # for each copy that a step of the product has beside
 
     def load_step(self, first, i, w_row, x_row, group) -> None:
         """Copy step `i` of a tile, whose first step is the ring's step `first`."""
@@ -556,29 +637,69 @@ class _Cta:
             plgpu.barrier_wait(self.memory.held)
         wg_rows = pl.ds(self.wg * t.rows, t.rows)
 
-        @plgpu.nd_loop((plan.num_items,), collective_axes="cta")
-        def _tiles(info):
+        @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
+        def _tiles(info, carry):
+            first = carry
             row, col, group = self.locate(info.index[0])
             row = row + self.wg * t.out_rows
-            first = info.local_index * plan.steps
-            if plan.has_residual:
-                self.fetch_residual(row, col)
-            peers = self.operands.peers
-            begun = peers.ranks.begin(peers.memory, info.index[0]) if peers else ()
-            total = tree_sum(
-                (t.rows, t.cols),
-                plan.num_leaves.bit_length() - 1,
-                plan.leaf_steps,
-                functools.partial(self.leaf, wg_rows=wg_rows, row=row),
-                first,
-            )
-            if peers:
-                total = peers.ranks.add(
-                    total, peers.memory, info.index[0], begun, num_cols=plan.num_rows
+            num_steps, num_added = self.steps_of(info.index[0])
+
+            def product():
+                if plan.has_residual:
+                    self.fetch_residual(row, col)
+                peers = self.operands.peers
+                begun = peers.ranks.begin(peers.memory, info.index[0]) if peers else ()
+                total = tree_sum(
+                    (t.rows, t.cols),
+                    plan.num_leaves.bit_length() - 1,
+                    plan.leaf_steps,
+                    functools.partial(self.leaf, wg_rows=wg_rows, row=row),
+                    first,
                 )
-            self.store(total, row, col, group)
+                if peers:
+                    total = peers.ranks.add(
+                        total, peers.memory, info.index[0], begun, num_cols=plan.num_rows
+                    )
+                pieces = self.pieces(total, row, col)
+                if self.operands.bias is not None:
+                    pieces[0] = add_bias(pieces[0], self.operands.bias, row, 0)
+                if plan.low_rank and not plan.adds_apart:
+                    pieces = [
+                        sm90_rows.add_unless_zero(
+                            it, self.added(first + num_steps + i * num_added, i), self.math
+                        )
+                        for i, it in enumerate(pieces)
+                    ]
+                self.store(pieces, row, col, group)
+
+            if plan.adds_apart:
+                pl.when(num_added > 0)(lambda: self.store([self.added(first, 0)], row, col, group))
+                pl.when(num_steps > 0)(product)
+            else:
+                product()
+            return first + num_steps + plan.low_rank_pieces * num_added
 
         plgpu.wait_smem_to_gmem(0)
+
+    def added(self, first, piece: int):
+        """What adapters add to a piece [64, cols], whose first step is the ring's step `first`."""
+        plan, t, ring = self.plan, self.plan.tiles, self.ring
+        rows = pl.ds(self.wg * t.rows + piece * WG_ROWS, WG_ROWS)
+
+        def multiply(i, acc):
+            slot = ring.slot(first + i)
+            for s in range(plan.slabs):
+                weights = self.memory.w.at[slot, rows, pl.ds(s * plan.span, plan.span)]
+                plgpu.wgmma(acc, weights, self.x_views[0].at[slot, s].T)
+
+        return leaf_sum(
+            (WG_ROWS, t.cols),
+            plan.low_rank_steps,
+            take=lambda i: ring.wait(first + i),
+            multiply=multiply,
+            give=lambda i: ring.release(first + i),
+            in_flight=plan.slabs,
+        )
 
     def leaf(self, first, *, wg_rows, row):
         """The sum of a leaf, [rows, cols] f32, whose first step is the ring's step `first`.
@@ -735,13 +856,11 @@ class _Cta:
             self.memory.arrived.at[self.wg],
         )
 
-    def store(self, total, row, col, group) -> None:
-        """Add bias and residual stream to a sum [rows, cols], or gate it, round it and store it."""
+    def store(self, pieces: list, row, col, group) -> None:
+        """Add the residual stream to outputs, or gate them, round them and store them."""
         t, has_residual = self.plan.tiles, self.plan.has_residual
         out_smem, out_tma = self.out_views
-        total, *ups = self.pieces(total, row, col)
-        if self.operands.bias is not None:
-            total = add_bias(total, self.operands.bias, row, 0)
+        total, *ups = pieces
         if has_residual:
             plgpu.barrier_wait(self.memory.arrived.at[self.wg])
         else:
@@ -751,7 +870,7 @@ class _Cta:
         staged = out_smem.at[self.wg]
         put_transposed(total, staged, staged if has_residual else None)
         window = (pl.ds(col, t.cols), pl.ds(row, t.out_rows))
-        if t.groups > 1:
+        if self.plan.num_terms > 1:
             window = (group, *window)
         plgpu.copy_smem_to_gmem(out_tma.at[self.live_outputs], self.results.out.at[window])
 
@@ -815,10 +934,13 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
 
 
 def flat_matmul(
-    x, w, bias, residual, norm: InputNorm | None, peers: RanksSum | None, *,
+    x, w, bias, residual, fused: Fused | None, *,
     leaf_len: int, out_dtype, tiles: FlatTiles, interpret,
 ):  # fmt: skip
     """See `sm90_matmul.matmul`."""
+    norm = fused if isinstance(fused, InputNorm) else None
+    peers = fused if isinstance(fused, RanksSum) else None
+    adapters = fused if isinstance(fused, LowRankRows) else None
     block_rows = block_rows_of(w)
     operand_dtype = x.dtype
     x, w, x_scales, w_scales = operands_of(x, w)
@@ -830,7 +952,7 @@ def flat_matmul(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
         k_len=k_len, leaf_len=leaf_len, operand_dtype=operand_dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, block_rows=block_rows,
-        is_interpreted=interpret is not None,
+        low_rank=adapters.h.shape[1] if adapters else 0, is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias, norm, peers)
 
@@ -841,7 +963,8 @@ def flat_matmul(
         cta.run()
 
     shape = (num_rows, plan.num_out)
-    out = jax.ShapeDtypeStruct((tiles.groups, *shape) if tiles.groups > 1 else shape, out_dtype)
+    out_shape = (plan.num_terms, *shape) if plan.num_terms > 1 else shape
+    out = jax.ShapeDtypeStruct(out_shape, out_dtype)
     row_sums = jax.ShapeDtypeStruct(x.shape, x.dtype) if norm and norm.terms else None
     [results] = plgpu.kernel(
         body,
@@ -856,8 +979,8 @@ def flat_matmul(
         interpret=interpret,
     )(
         _Operands(
-            x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers, x_scales=x_scales,
-            w_scales=w_scales,
+            x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers, adapters=adapters,
+            x_scales=x_scales, w_scales=w_scales,
         )
     )  # fmt: skip
     return tuple(results) if row_sums else results.out

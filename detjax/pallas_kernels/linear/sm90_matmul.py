@@ -5,14 +5,19 @@ import functools
 
 import jax
 
-from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm, RanksSum, flat_matmul
+from detjax.pallas_kernels.linear.sm90_flat_matmul import (
+    Fused,
+    InputNorm,
+    RanksSum,
+    flat_matmul,
+)
 from detjax.pallas_kernels.linear.sm90_tall_matmul import tall_matmul
 from detjax.pallas_kernels.linear.tiles import FlatTiles, MatmulTiles
 
 
 @functools.partial(jax.jit, static_argnames=("leaf_len", "out_dtype", "tiles", "interpret"))
 def matmul(
-    x, w, bias, residual, norm: InputNorm | None = None, peers: RanksSum | None = None, *,
+    x, w, bias, residual, fused: Fused | None = None, *,
     leaf_len: int, out_dtype, tiles: MatmulTiles, interpret=None,
 ):  # fmt: skip
     """Multiply and reduce: [M, N], or [groups, M, N] where CTAs share a tile's leaves.
@@ -23,10 +28,12 @@ def matmul(
             `W8A8Matrix`. With gated tiles F rows of gates, then F of ups, and the output is [M, F].
         bias: [N], or None.
         residual: [M, N], added last, or None.
-        norm: The norm of the activations, which each CTA normalises first, into shared memory; for
-            flat tiles that hold their rows. With terms the results are the product, the sum of
-            activations and terms, and its normalised rows.
-        peers: Ranks whose subtrees are added to a tile's sum, before its bias; for flat tiles.
+        fused: What else it does. `InputNorm`: each CTA normalises the activations first, into
+            shared memory; for flat tiles that hold their rows. With terms the results are the
+            product, the sum of activations and terms, and its normalised rows. `RanksSum`: the
+            subtrees of ranks are added to a tile's sum, before its bias; for flat tiles.
+            `LowRankRows`: `B h` is added behind the bias; of tall tiles that have one leaf. Where
+            CTAs share a tile's leaves it is one term more, the last.
         leaf_len: Length of a leaf of K.
         out_dtype: bfloat16 or float32.
         tiles: How it is cut; changes no bit.
@@ -54,7 +61,7 @@ def matmul(
         "leaf_len": leaf_len, "out_dtype": out_dtype, "tiles": tiles, "interpret": interpret,
     }  # fmt: skip
     if isinstance(tiles, FlatTiles):
-        return flat_matmul(x, w, bias, residual, norm, peers, **options)
-    if norm is not None or peers is not None:
+        return flat_matmul(x, w, bias, residual, fused, **options)
+    if isinstance(fused, InputNorm | RanksSum):
         raise ValueError(f"only flat tiles normalise activations or add ranks, not {tiles}")
-    return tall_matmul(x, w, bias, residual, **options)
+    return tall_matmul(x, w, bias, residual, fused, **options)

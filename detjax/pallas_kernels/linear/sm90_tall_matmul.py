@@ -4,7 +4,8 @@
 A persistent grid of CTAs: one warpgroup loads both operands through a ring of shared memory that
 runs on from one output tile to the next, up to three multiply. CTAs of a cluster share loads by
 multicast. The sums of the leaves of K are added as a tree in registers and shared memory. The
-epilogue adds the bias and the residual stream, or gates a tile of gates and their ups.
+epilogue adds the bias, the product of rows' adapters and the residual stream, or gates a tile of
+gates and their ups.
 """
 
 import functools
@@ -40,6 +41,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     views,
 )
 from detjax.pallas_kernels.linear.tiles import WG_ROWS, TallTiles
+from detjax.pallas_kernels.lora.adapted import LowRankRows
 from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.pallas_kernels.sm90_registers import RegisterShares
@@ -47,6 +49,9 @@ from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
 _ROWS_AXIS, _COLS_AXIS = "cluster_rows", "cluster_cols"
+
+PIECE_COLS = 64
+"""Most columns of a warpgroup's sum of adapters, which is in registers beside the tile's."""
 
 
 REGISTERS = {
@@ -63,6 +68,7 @@ class _Operands(NamedTuple):
     w: Any  # [N, K] bf16 or of 8 bits; [2 F, K] if gated, F rows of gates and F of ups
     bias: Any  # [N]
     residual: Any  # [M, N], of the output's dtype
+    adapters: LowRankRows | None
     x_scales: Any  # [> M] f32, of 8-bit activations; [K / 128, >= M] with blocks
     w_scales: Any  # [N] f32, of 8-bit weights; [N / block_rows, K / 128] of blocks
 
@@ -95,6 +101,7 @@ class _Plan:
         out_dtype: Of the output.
         has_residual: Whether the residual stream is added.
         block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
+        low_rank: Columns of the adapters of rows; 0 without.
         is_interpreted: Whether a CPU interprets the kernel.
     """
 
@@ -107,6 +114,7 @@ class _Plan:
     out_dtype: jnp.dtype
     has_residual: bool
     block_rows: int
+    low_rank: int
     is_interpreted: bool
 
     @property
@@ -132,7 +140,28 @@ class _Plan:
     @property
     def steps(self) -> int:
         """Steps of the ring in a tile: the last may be for its residual and output."""
-        return self.product_steps + (1 if self.tiles.shares_slot else 0)
+        added = self.low_rank_steps * len(self.low_rank_pieces)
+        return self.product_steps + added + (1 if self.tiles.shares_slot else 0)
+
+    @property
+    def low_rank_pieces(self) -> list[tuple[int, int]]:
+        """Columns of an accumulator to which adapters are added at once: the first, and how many.
+
+        # WHY: their product is in registers beside the sum.
+        """
+        if not self.low_rank:
+            return []
+        ends = [self.tiles.out_cols, self.tiles.cols] if self.tiles.is_gated else [self.tiles.cols]
+        return [
+            (at, min(PIECE_COLS, end - at))
+            for begin, end in zip([0, *ends], ends, strict=False)
+            for at in range(begin, end, PIECE_COLS)
+        ]
+
+    @property
+    def low_rank_steps(self) -> int:
+        """Steps of the ring with the adapters of a piece: of gates or of ups a half."""
+        return self.low_rank // (2 if self.tiles.is_gated else 1) // self.tiles.k
 
     @property
     def span(self) -> int:
@@ -206,6 +235,12 @@ class _Plan:
             raise ValueError(f"{t=} must have whole blocks of {BLOCK} outputs, or parts of one")
         if self.has_residual and t.groups > 1:
             raise ValueError("a residual is added in the epilogue of unsplit tiles only")
+        if self.low_rank and (
+            self.num_leaves * t.groups > 1 or self.is_w8a8 or self.has_residual or t.lag
+        ):
+            raise ValueError(f"adapters are added to a plain sum of one leaf, not by {t=}")
+        if self.low_rank % ((2 if t.is_gated else 1) * t.k):
+            raise ValueError(f"{t.k=} must divide the adapters' columns, {self.low_rank}")
         if t.shares_slot and not (self.has_residual and self.out_dtype == jnp.bfloat16):
             raise ValueError("a slot of the ring is shared by a residual and a bfloat16 output")
 
@@ -282,6 +317,8 @@ class _Cta:
                 return ()
 
             lax.fori_loop(0, plan.product_steps, step, ())
+            for piece in range(len(plan.low_rank_pieces)):
+                self.load_adapters(first + plan.product_steps, piece, row, col)
             if t.shares_slot:
                 self.load_residual(first + plan.product_steps, row, col)
             return carry + plan.steps
@@ -319,6 +356,39 @@ class _Cta:
                 full,
                 collective_axes=x_share,
             )
+
+    def load_adapters(self, first, piece: int, row, col) -> None:
+        """Copy a piece's adapters. Those of a tile begin with the ring's step `first`."""
+        plan, t, adapters = self.plan, self.plan.tiles, self.operands.adapters
+        assert adapters is not None
+        start, size = plan.low_rank_pieces[piece]
+        is_up = t.is_gated and start >= t.out_cols
+        offset = plan.num_out - t.out_cols if is_up else 0
+        w_share = _ROWS_AXIS if t.cluster[0] > 1 else None
+        x_share = _COLS_AXIS if t.cluster[1] > 1 else None
+
+        def step(i, _):
+            slot = self.ring.claim(first + piece * plan.low_rank_steps + i)
+            full = self.memory.full.at[slot]
+            k = (i + (plan.low_rank_steps if is_up else 0)) * t.k
+            plgpu.copy_gmem_to_smem(
+                adapters.b.at[pl.ds(col + start + offset, size), pl.ds(k, t.k)],
+                self.w_views[1].at[slot, pl.ds(start, size)],
+                full,
+                collective_axes=w_share,
+            )
+            for s in range(plan.slabs):
+                plgpu.copy_gmem_to_smem(
+                    adapters.h.at[pl.ds(row, t.cta_rows), pl.ds(k + s * plan.span, plan.span)],
+                    self.x_views[1].at[slot, s],
+                    full,
+                    collective_axes=x_share,
+                )
+            for _ in range(len(plan.weight_pieces) - 1):
+                plgpu.barrier_arrive(full)  # for each copy that a step of the product has beside
+            return ()
+
+        lax.fori_loop(0, plan.low_rank_steps, step, ())
 
     def load_residual(self, step, row, col) -> None:
         """Copy the residual stream of a tile into a slot of the ring, half as `x`, half as `w`."""
@@ -367,6 +437,8 @@ class _Cta:
             )
             if self.operands.bias is not None and not plan.is_w8a8:
                 total = add_bias(total, self.operands.bias, col, 1)
+            if plan.low_rank:
+                total = self.with_adapters(total, first + plan.product_steps, wg_rows)
             self.store(total, (row, col, group), first + plan.product_steps, wg_rows)
             return carry + plan.steps
 
@@ -419,6 +491,32 @@ class _Cta:
             after=lambda i: self.after_step(first, i),
             dtype=jnp.int32 if plan.is_w8a8 else jnp.float32,
         )
+
+    def with_adapters(self, total, first, wg_rows) -> list:
+        """Add adapters to a sum [64, cols], from the ring's step `first` on; in pieces."""
+        plan, ring = self.plan, self.ring
+        found = []
+        for start, size in plan.low_rank_pieces:
+
+            def multiply(i, acc, first=first, start=start, size=size):
+                slot = ring.slot(first + i)
+                for s in range(plan.slabs):
+                    columns = pl.ds(s * plan.span, plan.span)
+                    weights = self.w_views[0].at[slot, pl.ds(start, size), columns]
+                    plgpu.wgmma(acc, self.x_views[0].at[slot, s, wg_rows], weights.T)
+
+            added = leaf_sum(
+                (WG_ROWS, size),
+                plan.low_rank_steps,
+                take=lambda i, first=first: ring.wait(first + i),
+                multiply=multiply,
+                give=lambda i, first=first: ring.release(first + i),
+                in_flight=0,
+            )
+            own = total[:, start : start + size]
+            found.append(sm90_rows.add_unless_zero(own, added, self.math))
+            first = first + plan.low_rank_steps
+        return found
 
     def chunk_scales(self, first, wg_rows, col) -> ChunkScales:
         """Scales of a tile from output `col` on, whose first step is the ring's step `first`."""
@@ -518,10 +616,13 @@ class _Cta:
         return gated_bf16(block, ups, self.math)
 
     def columns(self, total, column: int):
-        """A chunk of a sum, which is in pieces if blocks of weights have scales."""
+        """A chunk of a sum, which is in pieces if blocks have scales or rows adapters."""
         if self.plan.block_rows:
             number, column = divmod(column, self.plan.piece_cols)
             total = total[number]
+        if self.plan.low_rank:
+            starts = [start for start, _ in self.plan.low_rank_pieces if start <= column]
+            total, column = total[len(starts) - 1], column - starts[-1]
         return total[:, column : column + self.plan.chunk]
 
     def piece(self, sums, row, weight):
@@ -589,8 +690,9 @@ def _memory_types(plan: _Plan) -> _Memory:
 
 
 def tall_matmul(
-    x, w, bias, residual, *, leaf_len: int, out_dtype, tiles: TallTiles, interpret
-) -> jax.Array:
+    x, w, bias, residual, adapters: LowRankRows | None, *,
+    leaf_len: int, out_dtype, tiles: TallTiles, interpret,
+) -> jax.Array:  # fmt: skip
     """See `sm90_matmul.matmul`."""
     block_rows = block_rows_of(w)
     x, w, x_scales, w_scales = operands_of(x, w)
@@ -599,7 +701,7 @@ def tall_matmul(
         tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
         k_len=k_len, leaf_len=leaf_len, operand_dtype=x.dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, block_rows=block_rows,
-        is_interpreted=interpret is not None,
+        low_rank=adapters.h.shape[1] if adapters else 0, is_interpreted=interpret is not None,
     )  # fmt: skip
     plan.check(bias)
 
@@ -629,6 +731,7 @@ def tall_matmul(
         interpret=interpret,
     )(
         _Operands(
-            x=x, w=w, bias=bias, residual=residual, x_scales=x_scales, w_scales=w_scales
+            x=x, w=w, bias=bias, residual=residual, adapters=adapters, x_scales=x_scales,
+            w_scales=w_scales,
         )
     )  # fmt: skip

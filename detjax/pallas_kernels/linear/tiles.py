@@ -73,6 +73,12 @@ NARROW_ROWS = 8
 WG_ROWS = 64
 """Rows of a tall tile that one warpgroup multiplies."""
 
+ADDED_COLS = 128
+"""Most columns of a tile of 128 rows where adapters are added: 192 and 256 spill registers."""
+
+ADDED_K = 128
+"""Most depth of a stage where adapters of rows are added, in whole stages."""
+
 SLOT_COLS, SLOT_K = 128, 64
 """Columns and depth of a tall tile whose bf16 output is as large as a stage."""
 
@@ -370,6 +376,14 @@ def fill_stages[Tiles: MatmulTiles](
     return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes(operands)))
 
 
+class Added(enum.Enum):
+    """What is added to the sums of a product, in its epilogue or beside it."""
+
+    NOTHING = "nothing"
+    RANKS = "ranks"  # those of the same tile of other ranks
+    ADAPTERS = "adapters"  # those of rows
+
+
 class Rows(enum.Enum):
     """What a product's rows of activations are."""
 
@@ -394,7 +408,8 @@ class Product:
         has_residual: A residual is staged whole, unless CTAs share a tile's leaves.
         is_gated: The weights are gates, then ups; one leaf, no bias.
         rows: What its activations are.
-        has_ranks: Ranks add their tiles, so that no CTAs share a tree; `MAX_RANKS_ROWS` at most.
+        added: What is added to sums. Where ranks are, no CTAs share a tree, and `MAX_RANKS_ROWS`
+            are most. Columns of adapters are whole blocks of `ADDED_K`.
         coding: How the weights are quantised; few rows then, and they stream.
         operands: What activations and weights are. Sums of 8-bit ones are scaled; one leaf.
     """
@@ -408,7 +423,7 @@ class Product:
     has_residual: bool = False
     is_gated: bool = False
     rows: Rows = Rows.GIVEN
-    has_ranks: bool = False
+    added: Added = Added.NOTHING
     coding: Coding | None = None
     operands: OperandType = OperandType.BFLOAT16
 
@@ -429,7 +444,9 @@ def choose_tiles(product: Product) -> MatmulTiles:
     tiles = _cut(p)
     if p.is_gated and p.num_out % 128:
         tiles = dataclasses.replace(tiles, out_span=64)
-    if isinstance(tiles, FlatTiles):
+    if p.added is Added.ADAPTERS:
+        tiles = dataclasses.replace(tiles, k=min(tiles.k, ADDED_K))
+    elif isinstance(tiles, FlatTiles):
         tiles = _narrow(tiles, p)
         if p.rows in (Rows.NORMALISED, Rows.SUMMED, Rows.QUANTIZED):
             tiles = _hold_rows(tiles, p)
@@ -454,7 +471,7 @@ def _cut(p: Product) -> MatmulTiles:
     widest = (128 if p.is_gated else 64) * NUM_SMS
     if p.coding:
         return _stream_codes(p, p.coding)
-    if p.has_ranks:
+    if p.added is Added.RANKS:
         return _stream_weights(p, is_whole=True)
     if p.is_w8a8:
         return _w8a8_tiles(p)
@@ -566,7 +583,7 @@ def _stream_codes(p: Product, coding: Coding) -> FlatTiles:
     groups = 1
     while groups < p.num_leaves and (blocks * groups < wanted or groups < least):
         groups *= 2
-    groups = 1 if p.has_ranks else groups
+    groups = 1 if p.added is Added.RANKS else groups
     is_wide = p.is_gated and p.num_out % (4 * BLOCK) == 0
     return FlatTiles(
         cols=cols,
@@ -668,6 +685,8 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
 
     # WHY: the chunks of float8 are in registers beside their sum.
     most_cols = FLOAT8_COLS if p.operands.is_float8 else _TALL_COLS[0][0]
+    has_adapters = p.added is Added.ADAPTERS
+    most_cols = ADDED_COLS if has_adapters else most_cols
     options = [it for it in _TALL_COLS if it[0] <= most_cols]
     if p.operands is OperandType.FLOAT8_BLOCKS:
         options = [it for it in options if it[0] % BLOCK == 0]  # whole blocks have one scale
@@ -680,9 +699,10 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
         flat_cols = _w8a8_cols(-(-num_rows // parts))
     flat_cost = waves(-(-num_out // (2 * rows)) * parts) * flat_cols * (rows // 64) / 0.8
     is_whole = not p.is_w8a8 or num_out % (2 * rows) == 0
+    is_whole = is_whole and not has_adapters
     if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best) and is_whole:
         return FlatTiles(cols=flat_cols, num_wgs=2, k=k, stages=2, is_gated=is_gated)
-    if is_gated and num_rows >= 2048 and not p.needs_whole_tiles:
+    if is_gated and num_rows >= 2048 and not (p.needs_whole_tiles or has_adapters):
         # WHY: less area past the end at 4000 rows: 1401 us against 1439 to 1481, gate_up.
         big = waves(-(-num_rows // 192) * -(-num_out // 192)) * 192 * 1.5 / 0.975
         if big < cost(best):

@@ -57,6 +57,20 @@ class AdaptedMatrix:
     slots: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankRows:
+    """What a product adds to its sums for each row: `B h`, where it is not zero.
+
+    Attributes:
+        h: Of `lora.api.lora_project`, [M, X].
+        b: The B of all adapters, [O, X], as `AdapterStack` has them.
+    """
+
+    h: Any
+    b: Any
+
+
 def columns_of(
     scales: Float32[Array, "Y Z"], width: int
 ) -> tuple[Float32[Array, " X"], Int32[Array, " X"]]:

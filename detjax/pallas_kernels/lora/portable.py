@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.fixed_blocks import ROWS, add_leaves, pad_axis, round_to, run_blocks
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.portable import COLS
+from detjax.pallas_kernels.lora import composed
 from detjax.pallas_kernels.lora.adapted import RANK_BLOCK, columns_of
 from detjax.pallas_kernels.moe.portable import expert_linear
 
@@ -117,3 +120,9 @@ def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
         out_specs=pl.BlockSpec((ROWS, COLS), lambda n, m: (m, n)),
     )
     return out[:num_rows, :num_cols]
+
+
+lora_project = partial(composed.lora_project, KERNELS[Backend.PORTABLE])
+lora_linear = partial(composed.lora_linear, KERNELS[Backend.PORTABLE])
+lora_linear_swiglu = partial(composed.lora_linear_swiglu, KERNELS[Backend.PORTABLE])
+lora_linear_add_rms_norm = partial(composed.lora_linear_add_rms_norm, KERNELS[Backend.PORTABLE])

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in the bits of Hopper's kernels, on the CPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.reference import linear
+from detjax.pallas_kernels.lora import composed
 from detjax.pallas_kernels.lora.adapted import columns_of
 from detjax.pallas_kernels.moe.reference import expert_linear
 from detjax.pallas_kernels.reference_library import call
@@ -32,3 +37,9 @@ def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:
 def _add(base, added, out_dtype: jnp.dtype) -> jax.Array:
     """`round(base + added)`, and `round(base)` where `added` is zero."""
     return call("add_where_not_zero", jax.ShapeDtypeStruct(base.shape, out_dtype), base, added)
+
+
+lora_project = partial(composed.lora_project, KERNELS[Backend.REFERENCE])
+lora_linear = partial(composed.lora_linear, KERNELS[Backend.REFERENCE])
+lora_linear_swiglu = partial(composed.lora_linear_swiglu, KERNELS[Backend.REFERENCE])
+lora_linear_add_rms_norm = partial(composed.lora_linear_add_rms_norm, KERNELS[Backend.REFERENCE])

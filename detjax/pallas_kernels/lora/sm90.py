@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on Hopper: the products are those of linear layers, the rest is one pass over rows."""
+"""Adapters on Hopper: the products are those of linear layers, the rest is one pass over rows.
+
+Where a product adds adapters itself (`linear.sm90.adds_adapters`), `B h` is more steps of the ring
+that its weights stream through. Elsewhere it is a product of its own, and one pass adds it.
+"""
 
 import functools
 
@@ -8,9 +12,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from detjax.numerics import Reduction
 from detjax.pallas_kernels import sm90_rows as rows
-from detjax.pallas_kernels.linear.sm90 import linear
-from detjax.pallas_kernels.lora.adapted import columns_of
+from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.pallas_kernels.linear.sm90 import (
+    MAX_ADDED_TO_TREES,
+    adds_adapters,
+    linear,
+    linear_leaf_sums,
+    linear_with_adapters,
+)
+from detjax.pallas_kernels.lora import composed, sm90_project
+from detjax.pallas_kernels.lora.adapted import LowRankRows, columns_of
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
 
 _VECTOR = 4
 """Neighbouring float32 of one thread: accesses of 16 bytes."""
@@ -108,8 +123,7 @@ def add_where_not_zero(base, added, *, out_dtype: jnp.dtype, interpret: bool = F
         row = lax.axis_index("row")
         here = pl.ds(_first_column(size, width), size)
         own, more = math.load(base_gmem.at[row, here]), math.load(added_gmem.at[row, here])
-        total = jnp.where(more == math.full((size,), 0.0), own, math.add(own, more))
-        out_gmem[row, here] = total.astype(out_dtype)
+        out_gmem[row, here] = rows.add_unless_zero(own, more, math).astype(out_dtype)
 
     return rows.run_kernel(
         body,
@@ -119,3 +133,48 @@ def add_where_not_zero(base, added, *, out_dtype: jnp.dtype, interpret: bool = F
         name="detjax_lora_add",
         is_interpreted=interpret,
     )
+
+
+_SM90 = KERNELS[Backend.SM90]
+
+
+def lora_project(x, a, slots, scales, *, reduction: Reduction, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.lora_project`: one launch of few rows."""
+    if sm90_project.is_supported(x, a, reduction):
+        project = sm90_project.lora_project
+    else:
+        project = functools.partial(composed.lora_project, _SM90)
+    return project(x, a, slots, scales, reduction=reduction, out_dtype=out_dtype)
+
+
+def lora_linear(x, w, bias, adapters: LowRankRows, *, out_dtype: jnp.dtype) -> jax.Array:
+    """See `api.lora_linear`: one launch where the product adds adapters."""
+    if not adds_adapters(x, w):
+        return composed.lora_linear(_SM90, x, w, bias, adapters, out_dtype=out_dtype)
+    return linear_with_adapters(x, w, bias, adapters, out_dtype=out_dtype)
+
+
+def lora_linear_swiglu(x, w_gate_up, adapters: LowRankRows) -> jax.Array:
+    """See `api.lora_linear_swiglu`: one launch where the product adds adapters."""
+    if not adds_adapters(x, w_gate_up):
+        return composed.lora_linear_swiglu(_SM90, x, w_gate_up, adapters)
+    return linear_with_adapters(x, w_gate_up, None, adapters, out_dtype=x.dtype, is_gated=True)
+
+
+def lora_linear_add_rms_norm(
+    x, w, adapters: LowRankRows, residual, bias, gain, *, reduction: Reduction, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.lora_linear_add_rms_norm`: two launches where few rows are multiplied.
+
+    Numerics:
+        # ORDER: residual + ((tree + B h) + bias): of `combine_add_rms_norm`.
+        # ROUND: as `add_rms_norm`.
+        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+    """
+    if not adds_adapters(x, w) or x.shape[0] > MAX_ADDED_TO_TREES:
+        return composed.lora_linear_add_rms_norm(
+            _SM90, x, w, adapters, residual, bias, gain, reduction=reduction, eps=eps
+        )  # fmt: skip
+    terms = linear_leaf_sums(x, w, reduction=reduction, adapters=adapters)
+    has_added = terms.shape[0] > 1
+    return combine_add_rms_norm(terms, residual, bias, gain, eps=eps, has_added=has_added)

@@ -105,6 +105,14 @@ def trees_sum(parts: list):
     return rows.sum_parts(trees, lambda a, b: a + b)
 
 
+def _whole_sum(parts: list, has_added: bool, math: rows.Arithmetic):
+    """`trees_sum`, with what is last of the leaves added where it is not zero."""
+    if not has_added:
+        return trees_sum(parts)
+    [(*leaves, added)] = parts
+    return rows.add_unless_zero(trees_sum([leaves]), added, math)
+
+
 def joined(leaves: list, residual, bias, dtype):
     """Add leaves, bias and residual, and round: the new residual stream in `dtype`.
 
@@ -134,7 +142,7 @@ def _normed_shape(x, in_parts: bool) -> jax.ShapeDtypeStruct:
 
 def _wide(
     leaf_sums, x, bias, gain, *, eps: float, warpgroups: int, num_ctas: int, in_parts: bool,
-    interpret: bool,
+    has_added: bool, interpret: bool,
 ):  # fmt: skip
     """Normalise wide rows; a CTA has one row at a time, its chunks spread over warpgroups."""
     num_rows, width = x.shape
@@ -178,7 +186,7 @@ def _wide(
             b = None
             if bias is not None:
                 b = math.load(bias_gmem.at[columns[i]]).astype(jnp.float32)
-            return joined([trees_sum(parts)], x, b, dtype)
+            return joined([_whole_sum(parts, has_added, math)], x, b, dtype)
 
         # WHY: first, as they are not in the L2 where weights stream between two norms; behind the
         # stores of a row their load could not be moved up.
@@ -304,7 +312,9 @@ def normalise_wide_rows(
                 source.store(normed.astype(source.dtype), row, start, math)  # ROUND: once
 
 
-def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: bool):
+def _narrow(
+    leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, has_added: bool, interpret: bool
+):
     """Normalise narrow rows, up to 16 or 4 to a CTA."""
     num_rows, width = x.shape
     form = row_sum(width)
@@ -341,7 +351,7 @@ def _narrow(leaf_sums, x, bias, gain, *, eps: float, in_parts: bool, interpret: 
                 if bias is not None:
                     b = tile.per_col.load(bias_gmem.at[columns]).astype(jnp.float32)
                     b = tile.over_rows(b, shape)
-                v = joined([trees_sum(leaves)], v, b, dtype)
+                v = joined([_whole_sum(leaves, has_added, tile.whole)], v, b, dtype)
                 total_gmem[here, columns] = v
             values.append(v.astype(jnp.float32))
         gains = [
@@ -385,12 +395,16 @@ def choose_schedule(*, num_rows: int, num_chunks: int, num_leaves: int) -> NormS
     return NormSchedule(warpgroups=1, num_ctas=2**30)
 
 
-def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=False):
+def _normalise(
+    leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=False, has_added=False
+):
     form = row_sum(x.shape[1])
-    if leaf_sums is not None and leaf_sums.shape[0] & (leaf_sums.shape[0] - 1):
-        raise ValueError(f"{leaf_sums.shape[0]} leaf sums must be a power of two")
+    num_leaves = 0 if leaf_sums is None else leaf_sums.shape[0] - has_added
+    if num_leaves & (num_leaves - 1):
+        raise ValueError(f"{num_leaves} leaf sums must be a power of two")
+    options = {"eps": eps, "in_parts": in_parts, "has_added": has_added, "interpret": interpret}
     if not form.is_wide:
-        return _narrow(leaf_sums, x, bias, gain, eps=eps, in_parts=in_parts, interpret=interpret)
+        return _narrow(leaf_sums, x, bias, gain, **options)
     num_leaves, num_parts = num_terms(leaf_sums)
     schedule = schedule or choose_schedule(
         num_rows=x.shape[0],
@@ -402,11 +416,9 @@ def _normalise(leaf_sums, x, bias, gain, *, eps, schedule, interpret, in_parts=F
         x,
         bias,
         gain,
-        eps=eps,
         warpgroups=schedule.warpgroups,
         num_ctas=schedule.num_ctas,
-        in_parts=in_parts,
-        interpret=interpret,
+        **options,
     )
 
 
@@ -472,7 +484,7 @@ def rms_norm_parts(
     return out
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "has_added"))
 def combine_add_rms_norm(
     leaf_sums,
     residual,
@@ -481,6 +493,7 @@ def combine_add_rms_norm(
     *,
     eps: float,
     schedule: NormSchedule | None = None,
+    has_added: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Add the leaves of a row-parallel product, then as `add_rms_norm`, in one launch.
@@ -490,12 +503,14 @@ def combine_add_rms_norm(
 
     Args:
         leaf_sums: float32 [L, M, D] or, in parts, [L, 3, M, D], of `linear_leaf_sums`; L a power
-            of two.
+            of two, and one more with `has_added`.
         residual: The residual stream.
         bias: The product's bias, or None.
         gain: Scale of each channel.
         eps: Added to the mean square.
         schedule: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        has_added: Whether the last of `leaf_sums` is what adapters add to the tree, where it is not
+            zero (`lora.api.lora_add`).
         interpret: Run in interpret mode.
 
     Raises:
@@ -508,8 +523,9 @@ def combine_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     total, out = _normalise(
-        leaf_sums, residual, bias, gain, eps=eps, schedule=schedule, interpret=interpret
-    )
+        leaf_sums, residual, bias, gain, eps=eps, schedule=schedule, has_added=has_added,
+        interpret=interpret,
+    )  # fmt: skip
     return total, out
 
 
