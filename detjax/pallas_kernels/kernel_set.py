@@ -35,8 +35,6 @@ class KernelSet(Protocol):
         reads_codes: Whether its products read quantised weights as they lie, on one device a
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
-        adapts_every_family: Whether adapters were run on its kernels for every family, not only for
-            those without what `models.adapters.adapter.unproven` lists.
         why_no_expert_adapters: Why products of experts may have none; "" if they may.
     """
 
@@ -45,7 +43,6 @@ class KernelSet(Protocol):
     steps_beat_xla: bool
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
-    adapts_every_family: bool
     why_no_expert_adapters: str
 
     def why_not_here(self) -> str | None:

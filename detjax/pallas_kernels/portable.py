@@ -70,7 +70,6 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
-adapts_every_family = True
 why_no_expert_adapters = ""
 
 

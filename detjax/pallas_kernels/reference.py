@@ -71,7 +71,6 @@ attention_beats_xla = False
 steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-adapts_every_family = True
 why_no_expert_adapters = ""
 
 

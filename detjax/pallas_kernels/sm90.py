@@ -74,7 +74,6 @@ attention_beats_xla = True  # docs/kernels.md
 steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
-adapts_every_family = False
 why_no_expert_adapters = "its products of experts are rounded before an adapter can be added"
 
 

@@ -21,13 +21,12 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 from detjax.models.adapters.adapter import (
+    ADAPTED,
     ADAPTED_EXPERTS,
     PEFT_PREFIX,
-    SHARED_EXPERT,
     WEIGHTS_NAME,
     BaseModel,
     targeted_modules,
-    unproven,
 )
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import (
@@ -37,7 +36,7 @@ from detjax.models.adapters.peft_config import (
     PeftConfig,
     matches,
 )
-from detjax.models.config import ModelConfig
+from detjax.models.config import Gating, ModelConfig, NormPlacement
 from detjax.models.params import (
     EXPERT_MATRICES,
     MATRICES,
@@ -46,6 +45,7 @@ from detjax.models.params import (
     join,
     tensor_specs,
 )
+from detjax.models.weights.reading import readings
 
 TRAINED = tuple(name for matrix in (*MATRICES, *EXPERT_MATRICES) for name in TENSORS_OF[matrix])
 """Tensors of a layer of which an adapter can be trained."""
@@ -121,6 +121,20 @@ def _base_model(config: ModelConfig) -> BaseModel:
     return BaseModel(config=config, adapted=TRAINED)
 
 
+def _untrained(config: ModelConfig) -> dict[str, bool]:
+    """Features of a model whose adapters are served and not trained, and whether it has them."""
+    layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
+    plan = readings(config, jnp.dtype(jnp.bfloat16))
+    matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
+    return {
+        "biases and a clamp in its experts": config.has_clamped_experts,
+        "linear attention": config.linear_attention is not None,
+        "norms behind its products": config.norms is not NormPlacement.BEFORE,
+        "gates by GELU": config.gating is not Gating.SWIGLU,
+        "rows that the decoder reads in another order": any(name in plan for name in matrices),
+    }
+
+
 def adapted_tensors(config: ModelConfig, lora: LoraConfig) -> list[list[str]]:
     """Of each layer the tensors that get an adapter.
 
@@ -128,9 +142,9 @@ def adapted_tensors(config: ModelConfig, lora: LoraConfig) -> list[list[str]]:
         ValueError: If the model cannot have adapters, or if `target_modules` names no module of it,
             one that has no place for an adapter, or some experts of a layer without the others.
     """
-    if whats := [what for what in unproven(config) if what != SHARED_EXPERT]:
+    if what := next((what for what, is_there in _untrained(config).items() if is_there), None):
         raise ValueError(
-            f"training of adapters of a model with {whats[0]} is not supported; train its weights, "
+            f"training of adapters of a model with {what} is not supported; train its weights, "
             "or an adapter with PEFT, which is served"
         )
     where, base = f"target_modules={lora.target_modules!r}", _base_model(config)

@@ -39,6 +39,7 @@ from detjax.training.gradients import Backward
 from detjax.training.lora import (
     LoraConfig,
     adapter_shapes,
+    adapts_experts,
     first_adapter,
     with_adapter,
 )
@@ -407,10 +408,10 @@ def _check_training(
     if lora is not None and balance_weight:
         raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
     why = KERNELS[model.backend].why_no_expert_adapters
-    if why and lora is not None and model.config.experts is not None:
+    if why and lora is not None and adapts_experts(model.config, lora):
         raise ValueError(
-            f"training of adapters of a mixture on backend {model.backend.value} is not supported: "
-            f"{why}, and no GPU has run those of attention alone; use backend 'reference' or "
+            f"training of adapters of experts on backend {model.backend.value} is not supported: "
+            f"{why}; name attention alone in target_modules, or use backend 'reference' or "
             "'portable'"
         )
     if not balance_weight >= 0 or (balance_weight and model.config.experts is None):

@@ -10,7 +10,6 @@ import json
 import zlib
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ CASES = (
     "ministral3", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "glm4_moe",
 )  # fmt: skip
 WANTED = json.loads((GOLDEN.parent / "family_bits.json").read_text())
-"""CRC-32 of whole answers by `reference`, of what a GPU is compared with. None has run adapters."""
+"""CRC-32 of whole answers by `reference`, of what a GPU is compared with."""
 WIDE = "_wide"
 """Ends the name of a case with heads of 256 channels."""
 FLOAT8 = " fp8"
@@ -122,10 +121,9 @@ def answers(
 
 
 def adapted_answers(case: str, made: LoadedModel, config: EngineConfig) -> list[Completion]:
-    """Those of requests of which two of three have an adapter, also where none was proven."""
+    """Those of requests of which two of three have an adapter."""
     adapters = [random_adapter(config_of(case), seed=i, rank=rank) for i, rank in ((0, 3), (1, 16))]
-    with mock.patch("detjax.models.adapters.stack.unproven", lambda config: []):
-        engine = Engine(open_adapters(made, AdapterSizes(max_loras=2)), config)
+    engine = Engine(open_adapters(made, AdapterSizes(max_loras=2)), config)
     names = [*map(engine.add_adapter, adapters), ""]
     return engine.generate(
         [dataclasses.replace(one, adapter=names[i % 3]) for i, one in enumerate(requests())]

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from detjax.models.abstract import why_unsupported
-from detjax.models.adapters.adapter import unproven
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import config_from_hf, load_config
 from detjax.models.params import check_tp, possible_tps
@@ -139,8 +138,5 @@ def test_hopper_kernels_say_which_sizes_they_have():
 def test_training_on_hopper_and_adapters_say_why_not():
     assert why_not_trained(config(), Backend.SM90) == "linear attention on sm90"
     assert why_not_trained(config(), Backend.REFERENCE) is None
-    assert unproven(config()) == [
-        "linear attention", "rows that the decoder reads in another order",
-    ]  # fmt: skip
     with pytest.raises(ValueError, match="training of adapters of a model with linear attention"):
         adapted_tensors(config(), LoraConfig(rank=4, alpha=8.0))

@@ -331,15 +331,15 @@ def test_modules_of_the_command_go_with_an_adapter_and_are_of_the_model(mixture,
     assert "has 'w1', and no linear module of this model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lora", [LORA, OF_ATTENTION], ids=["experts", "attention"])
 @pytest.mark.parametrize(
-    ("backend", "tp", "says"),
+    ("lora", "backend", "tp", "says"),
     [
-        (Backend.SM90, 1, "a mixture on backend sm90 is not supported: its products of experts"),
-        (Backend.REFERENCE, 2, "tp=2: ranks do not share mixtures"),
+        (LORA, Backend.SM90, 1, "of experts on backend sm90 is not supported: its products of exp"),
+        (LORA, Backend.REFERENCE, 2, "tp=2: ranks do not share mixtures"),
+        (OF_ATTENTION, Backend.REFERENCE, 2, "tp=2: ranks do not share mixtures"),
     ],
 )
-def test_what_is_not_proven_of_experts_is_refused_with_the_reason(backend, tp, says, lora):
+def test_what_is_not_proven_of_experts_is_refused_with_the_reason(lora, backend, tp, says):
     model = dataclasses.replace(dummy_model(CONFIGS["experts"]), backend=backend)
     options = {"mesh": make_mesh(1, tp), "clip_norm": 1.0, "shares_layers": tp > 1}
     with pytest.raises(ValueError, match=says):

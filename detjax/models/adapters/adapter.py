@@ -18,7 +18,7 @@ from detjax.models.adapters.expert_tensors import (
 )
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import ALL_LINEAR, CONFIG_NAME, PeftConfig, read_peft_config
-from detjax.models.config import Gating, ModelConfig, NormPlacement
+from detjax.models.config import ModelConfig
 from detjax.models.params import (
     ADAPTED_MATRICES,
     EXPERT_MATRICES,
@@ -43,26 +43,6 @@ ADAPTED_EXPERTS = tuple(name for matrix in EXPERT_MATRICES for name in TENSORS_O
 
 type Key = tuple[int, str]
 """Layer and name of a tensor, as in `Adapter.tensors`."""
-
-
-SHARED_EXPERT = "a shared expert"
-"""As `unproven` says it. Adapters beside one can be trained."""
-
-
-def unproven(config: ModelConfig) -> list[str]:
-    """Features of a model for which no GPU has run adapters; empty if one has run all of them."""
-    layer = tensor_specs(config, tp=1, vocab_block=1)["layers"][0]
-    plan = readings(config, jnp.dtype(jnp.bfloat16))
-    matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
-    facts = {
-        "biases and a clamp in its experts": config.has_clamped_experts,
-        "linear attention": config.linear_attention is not None,
-        "norms behind its products": config.norms is not NormPlacement.BEFORE,
-        "gates by GELU": config.gating is not Gating.SWIGLU,
-        "rows that the decoder reads in another order": any(name in plan for name in matrices),
-        SHARED_EXPERT: config.has_shared_expert,
-    }
-    return [what for what, is_there in facts.items() if is_there]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

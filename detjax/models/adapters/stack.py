@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
-from detjax.models.adapters.adapter import unproven
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
@@ -165,13 +164,7 @@ def share_adapters(model: LoadedModel) -> LoadedModel:
 
 
 def _check_kernels(model: LoadedModel) -> None:
-    """Refuse kernels that do not add adapters to such a model's activations, or never have."""
-    whats = unproven(model.config)
-    if whats and not KERNELS[model.backend].adapts_every_family:
-        raise ValueError(
-            f"adapters of a model with {whats[0]} on backend {model.backend.value} are not "
-            "supported: no GPU has run them; use backend 'reference' or 'portable'"
-        )
+    """Refuse kernels that do not add adapters to such a model's activations."""
     compute = model.profile.compute_dtype
     if compute not in KERNELS[model.backend].adapted_dtypes:
         raise ValueError(

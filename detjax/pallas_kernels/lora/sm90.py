@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from detjax.numerics import Reduction
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.sm90 import (
     MAX_ADDED_TO_TREES,
@@ -92,7 +93,9 @@ def lora_add(base, h, b, *, out_dtype: jnp.dtype) -> jax.Array:
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     added = linear(h, b, None, out_dtype=jnp.dtype(jnp.float32))
-    return add_where_not_zero(base, added, out_dtype=out_dtype)
+    if (width := base.shape[1]) < rows.LANES:
+        base, added = (pad_axis(it, 1, rows.LANES) for it in (base, added))
+    return add_where_not_zero(base, added, out_dtype=out_dtype)[:, :width]
 
 
 def expert_lora_add(base, h, experts, b, *, out_dtype: jnp.dtype) -> jax.Array:

@@ -65,7 +65,7 @@ class _Memory(NamedTuple):
 
     x: Any  # [stages, slabs, cols, 64] bf16
     a: Any  # [stages, 64, k] bf16
-    slots: Any  # [cols] int32
+    slots: Any  # [_COLS] int32: a copy has whole 128 bytes
     sums: Any  # [cluster, 64 * cols] f32, of the first CTA: the subtrees
     out: Any  # [cols, 64] bf16
     full: Any  # [stages]
@@ -200,8 +200,8 @@ class _Cta:
         plan, ring = self.plan, self.ring
         x_smem = views(self.memory.x, plan.is_ragged)[0]
         levels = plan.own_leaves.bit_length() - 1
-        rows = pl.ds(self.row, plan.cols)
-        plgpu.copy_gmem_to_smem(self.operands.slots.at[rows], self.memory.slots, self.memory.known)
+        slots = self.operands.slots.at[pl.ds(self.row, _COLS)]
+        plgpu.copy_gmem_to_smem(slots, self.memory.slots, self.memory.known)
 
         def leaf(first):
             def multiply(i, acc):
@@ -243,7 +243,8 @@ class _Cta:
                 slot_of = jnp.where(is_own, slot_of, slot)
             scale, slot = scale_of, slot_of
         layout = plgpu.Layout.WGMMA.reduce(0)
-        of_row = plgpu.load(self.memory.slots, layout=layout, optimized=False)
+        slots = self.memory.slots.at[pl.ds(0, plan.cols)]
+        of_row = plgpu.load(slots, layout=layout, optimized=False)
         of_row = math.cast(lax.broadcast_in_dim(of_row, shape, (1,)))
         h = jnp.where(slot == of_row, math.mul(total, scale), like)
         reg, tma = views(self.memory.out, plan.is_ragged)
@@ -326,7 +327,7 @@ def lora_project(x, a, slots, scales, *, reduction: Reduction, out_dtype: jnp.dt
     memory = _Memory(
         x=ragged(block, _SPAN, jnp.bfloat16, plan.is_ragged),
         a=ragged((plan.stages, _TILE, plan.k), _SPAN, jnp.bfloat16, False),
-        slots=plgpu.SMEM((plan.cols,), jnp.int32),
+        slots=plgpu.SMEM((_COLS,), jnp.int32),
         sums=plgpu.SMEM((plan.cluster, _TILE * plan.cols), jnp.float32),
         out=ragged((plan.cols, _TILE), _SPAN, out_dtype, plan.is_ragged),
         full=plgpu.Barrier(num_arrivals=1 + plan.slabs, num_barriers=plan.stages),
