@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 READY, GO, ROW = "ready", "go", "row.json"
-DECODE, PREFILL, OFFLINE = MEASURES = ("decode", "prefill", "offline")
+DECODE, PREFILL, OFFLINE, THROUGHPUT = MEASURES = ("decode", "prefill", "offline", "throughput")
 type Prompts = Sequence[Sequence[int]]
 
 
@@ -40,6 +40,7 @@ class Sizes:
         requests: Of the offline run.
         request_len: Of its prompts.
         new_len: Of its answers.
+        even_len: Of prompts and of answers of the throughput run, which has as many requests.
         slots: Sequences that may run at once.
         max_len: Room for a prompt and its answer.
         vocab_size: Prompts are drawn below this.
@@ -53,6 +54,7 @@ class Sizes:
     requests: int = 512
     request_len: int = 512
     new_len: int = 128
+    even_len: int = 1000
     slots: int = 256
     max_len: int = 4096
     vocab_size: int = 128256
@@ -62,7 +64,7 @@ SIZES = {
     "llama3_8b": Sizes(),
     "tiny": Sizes(
         batches=(1, 2), prompt_len=9, many=6, long_len=40, requests=3, request_len=5, new_len=4,
-        slots=2, max_len=64, vocab_size=1024,
+        even_len=6, slots=2, max_len=64, vocab_size=1024,
     ),
 }  # fmt: skip
 """By the name of the model's shapes in `benchmarks.step`."""
@@ -268,6 +270,7 @@ def calls(sizes: Sizes) -> list[tuple[Prompts, int]]:
     return [
         *((prompts, num) for prompts in decode for num in (sizes.few, sizes.many)),
         (draw_prompts(sizes.requests, sizes.request_len, sizes), sizes.new_len),
+        (draw_prompts(sizes.requests, sizes.even_len, sizes), sizes.even_len),
         (draw_prompts(1, sizes.long_len, sizes), 1),
     ]
 
@@ -281,8 +284,8 @@ def measure(
     """Time an engine.
 
     decode: (seconds of `many` tokens less the least of two calls of `few`) over their difference.
-    prefill: the least of three calls of one token. offline: one call. Before these, one call that
-    is not timed fills the slots.
+    prefill: the least of three calls of one token. offline and throughput: one call each. Before
+    these, one call that is not timed fills the slots.
 
     Raises:
         RuntimeError: If an answer has another number of tokens than was asked for.
@@ -318,6 +321,11 @@ def measure(
     if OFFLINE in measures:
         name = f"offline_{sizes.requests}x{sizes.request_len}_{sizes.new_len}_s"
         row[name] = seconds(offline, sizes.new_len)
+    if THROUGHPUT in measures:
+        took_s = seconds(draw_prompts(sizes.requests, sizes.even_len, sizes), sizes.even_len)
+        name = f"throughput_{sizes.requests}x{sizes.even_len}_{sizes.even_len}"
+        rate = sizes.requests * sizes.even_len / took_s
+        row |= {f"{name}_s": took_s, f"{name}_tokens_per_s": round(rate, 1)}
     return row
 
 

@@ -44,9 +44,12 @@ def test_a_step_is_the_time_of_many_tokens_less_that_of_few():
     assert row["decode_ms"] == {"1": 1e3 * STEP_S, "2": 1e3 * STEP_S}
     assert row["prefill_40_ms"] == pytest.approx(1e3 * (40 * PREFILL_S + STEP_S))
     assert row["offline_3x5_4_s"] == pytest.approx(15 * PREFILL_S + 4 * STEP_S)
+    seconds = row["throughput_3x6_6_s"]
+    assert seconds == pytest.approx(18 * PREFILL_S + 6 * STEP_S)
+    assert row["throughput_3x6_6_tokens_per_s"] == pytest.approx(18 / seconds, abs=0.06)
     assert peer.asked == [
         (2, 5, 2), *[(1, 9, 2)] * 2, (1, 9, 6), *[(2, 9, 2)] * 2, (2, 9, 6), *[(1, 40, 1)] * 3,
-        (3, 5, 4),
+        (3, 5, 4), (3, 6, 6),
     ]  # fmt: skip
     asked = {(len(prompts), len(prompts[0]), num) for prompts, num in peer_engine.calls(TINY)}
     assert asked == set(peer.asked[1:]), "what is compiled ahead is what is asked"

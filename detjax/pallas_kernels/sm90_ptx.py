@@ -115,7 +115,7 @@ def asm(
 
 
 def read_now(ref, *index, is_interpreted: bool):
-    """An int32 of device memory, whose load the compiler may not put off to where it is used.
+    """An int32 or float32 of device memory; the compiler may not put its load off to its use.
 
     Unlike the rest of this module it is called in a kernel's body.
     """
@@ -124,16 +124,18 @@ def read_now(ref, *index, is_interpreted: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *(SCALAR for _ in index)),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), ref.dtype, layout=SCALAR),
     )
     def emit(ctx, memory, *index):
         strides, _ = ir.MemRefType(memory.type).get_strides_and_offset()
         offset = i32(0)
         for i, stride in zip(index, strides, strict=True):
             offset = arith.addi(offset, arith.muli(i.registers.item(), i32(stride)))
-        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], int_type())
-        [value] = asm("ld.b32 $0, [$1];", [where], returns=[int_type()], touches_memory=False)
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+        is_int = ref.dtype == jnp.int32
+        kind = int_type() if is_int else ir.F32Type.get()
+        where = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], kind)
+        [value] = asm("ld.b32 $0, [$1];", [where], returns=[kind], touches_memory=False)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True if is_int else None)
 
     return emit(ref, *(jnp.int32(i) for i in index))
 

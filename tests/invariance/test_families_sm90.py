@@ -306,6 +306,7 @@ def test_whole_answers_have_the_bits_of_the_reference(case):
 ON_TWO_RANKS = (
     "qwen3_5_moe", "glm4_moe", "gpt_oss", "qwen3_5_wide", "gemma3", "qwen2_moe", "qwen3_5",
     "ministral3", "qwen3_next", "olmo3", "gemma2", "phi4_longrope", "gpt_oss fp8", "gemma3 fp8",
+    "qwen3_5 lora", "gpt_oss lora", "gemma3 lora", "glm4_moe lora",
 )  # fmt: skip
 """Cases whose layers have parts that others do not: each kind of attention, norm and mixture."""
 

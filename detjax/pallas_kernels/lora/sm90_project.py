@@ -223,7 +223,15 @@ class _Cta:
         _send(total, self.memory.sums, self.rank, to_leader=plan.cluster > 1)
         plgpu.barrier_wait(self.memory.known)
 
-    def finish(self) -> None:
+    def read_scales(self) -> list:
+        """The scales of the tile's adapters, early: nothing waits for them at the end."""
+        first = lax.div(self.column, jnp.int32(self.plan.rank))
+        return [
+            ptx.read_now(self.operands.scales, first + i, is_interpreted=False)
+            for i in range(self.plan.owners)
+        ]
+
+    def finish(self, scales: list) -> None:
         """Add the subtrees of the cluster, scale, round, clear and store."""
         plan, shape = self.plan, (_TILE, self.plan.cols)
         math = sm90_rows.Arithmetic(layout=plgpu.Layout.WGMMA, is_interpreted=False)
@@ -234,8 +242,8 @@ class _Cta:
         owner = lax.div(math.iota(shape, 0), jnp.int32(plan.rank)) if plan.owners > 1 else None
         first = lax.div(self.column, jnp.int32(plan.rank))
         scale, slot = like, math.full(shape, -1, jnp.int32)
-        for i in range(plan.owners):
-            scale_of = math.full(shape, self.operands.scales[first + i])
+        for i, own_scale in enumerate(scales):
+            scale_of = math.full(shape, own_scale)
             slot_of = math.full(shape, lax.rem(first + i, plan.num_slots), jnp.int32)
             if owner is not None:
                 is_own = owner == math.full(shape, i, jnp.int32)
@@ -316,12 +324,12 @@ def lora_project(x, a, slots, scales, *, reduction: Reduction, out_dtype: jnp.dt
 
     def body(operands: _Operands, out, memory: _Memory):
         cta = _Cta(plan=plan, operands=operands, out=out, memory=memory)
-        wg = lax.axis_index("wg")
+        wg, own_scales = lax.axis_index("wg"), cta.read_scales()
         pl.when(wg == 0)(cta.compute)
         pl.when(wg == 1)(cta.load)
         if plan.cluster > 1:
             ptx.meet_cluster()
-        pl.when((wg == 0) & (cta.rank == 0))(cta.finish)
+        pl.when((wg == 0) & (cta.rank == 0))(lambda: cta.finish(own_scales))
 
     block = (plan.stages, plan.slabs, plan.cols, _SPAN)
     memory = _Memory(
