@@ -78,7 +78,7 @@ class Kind:
         title: As rows and tables call it.
         package: That it comes from: "detjax", "vllm" or "sglang".
         scheme: Of detjax's weights: "bfloat16", or a recipe of `detjax.quantize`.
-        options: Of vLLM's `LLM`, or of SGLang's `Engine`.
+        options: Of the `LLM` of detjax or vLLM, or of SGLang's `Engine`.
         environment: Of its process.
     """
 
@@ -102,6 +102,12 @@ KINDS = {
     "detjax-fp8": Kind(title="detjax invariant fp8 (W8A8)", package="detjax", scheme="fp8-dynamic"),
     "vllm-fp8": Kind(title="vLLM fp8 (online, W8A8)", options={"quantization": "fp8"}),
     "detjax-int8": Kind(title="detjax invariant int8 (W8A8)", package="detjax", scheme="int8-w8a8"),
+    "detjax-int8-fp8-cache": Kind(
+        title="detjax invariant int8 (W8A8), fp8 cache",
+        package="detjax",
+        scheme="int8-w8a8",
+        options={"kv_cache_dtype": "fp8"},
+    ),
     "vllm-fp8-batch-invariant": Kind(
         title="vLLM fp8 batch-invariant",
         options=_INVARIANT | {"quantization": "fp8"},
@@ -135,13 +141,13 @@ class AbstractPeer(abc.ABC):
 class DetjaxPeer(AbstractPeer):
     """detjax, on a folder that `benchmarks.start` has written."""
 
-    def __init__(self, scheme: str, folder: Path, backend: str, sizes: Sizes):
+    def __init__(self, kind: Kind, folder: Path, backend: str, sizes: Sizes):
         """Quantise the weights unless that is done, load them, compile what `sizes` need."""
         from detjax import LLM
         from detjax.models.quantization.quantize import RECIPES, quantize_folder
         from detjax.models.weights.load import ignore_progress
 
-        began_s = time.perf_counter()
+        began_s, scheme = time.perf_counter(), kind.scheme
         path = folder / scheme
         if not path.exists():
             part = path.with_name(f"{scheme}.part-{os.getpid()}")
@@ -151,7 +157,7 @@ class DetjaxPeer(AbstractPeer):
         self._llm = LLM(
             path, backend=backend, max_len=sizes.max_len, batch_size=sizes.slots,
             has_prefix_cache=False, show_progress=False, cache_dir=folder / "programs",
-            quantized_weights="auto" if scheme == "bfloat16" else "w8a8",
+            quantized_weights="auto" if scheme == "bfloat16" else "w8a8", **kind.options,
         )  # fmt: skip
         # WHY: decode steps of the long prompt would be compiled for every batch.
         *short, long = calls(sizes)
@@ -336,7 +342,7 @@ def open_peer(name: str, folder: Path, backend: str, sizes: Sizes) -> AbstractPe
         return VllmPeer(kind.options, folder, sizes)
     if kind.package == "sglang":
         return SglangPeer(kind.options, folder, sizes)
-    return DetjaxPeer(kind.scheme, folder, backend, sizes)
+    return DetjaxPeer(kind, folder, backend, sizes)
 
 
 def end_with_parent() -> None:

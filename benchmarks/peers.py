@@ -47,7 +47,7 @@ VERSIONS = {"vllm": VLLM, "sglang": "0.5.13.post1"}
 DEFAULT_ENGINES = [
     name
     for name, kind in KINDS.items()
-    if kind.package != "sglang" and name != "vllm-fp8-per-channel"
+    if kind.package != "sglang" and name not in ("vllm-fp8-per-channel", "detjax-int8-fp8-cache")
 ]
 LOG_LINES, LOG_CHARS = 12, 1500
 TOLD = ("attention backend", "Selected ", "max_num_batched_tokens", "KV cache size")

@@ -79,6 +79,18 @@ def test_each_load_has_its_own_choice_and_begins_with_that_of_a_smaller_one():
     assert set(choice.rates(8)) == {0, 3}
 
 
+def test_loads_that_are_passed_in_a_few_steps_do_what_their_neighbours_do():
+    """Prompts that are read raise the load, and no such step is noted."""
+    choice, dear = DraftChoice((0, 2, 4)), Machine(verify_s=0.1)
+    assert [choice.choose(2**i) for i in range(7)] == [4] * 7, "nothing is known yet"
+    dear.run(choice, 200, num_decoding=64)
+    assert [choice.choose(2**i) for i in range(9)] == [0] * 9
+    Machine().run(choice, 200, num_decoding=1)
+    assert choice.choose(1) == 4 and choice.choose(2) == 0 and choice.choose(128) == 0
+    Machine().run(choice, 200, num_decoding=2)
+    assert choice.choose(2) == 4, "a load that lasts is tried"
+
+
 def test_a_step_that_compiles_does_not_count():
     choice = DraftChoice((0, 3))
     for i in itertools.count():
