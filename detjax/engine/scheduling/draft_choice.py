@@ -3,7 +3,8 @@
 
 A choice moves tokens between steps, and no bit. For each load, and each number of drafts that an
 engine can make, it keeps the tokens a second of a sequence. The number that was quickest is used.
-Others are tried again as long as trials together cost at most a hundredth of the time.
+Others are tried as long as trials together cost at most a hundredth of the time. Tried at once are
+all numbers at the first load, and at every other load no drafts, where drafts are made.
 """
 
 import statistics
@@ -33,20 +34,24 @@ class _Load:
     Attributes:
         drafts: That windows have now.
         rates: Tokens a second of a sequence, by number of drafts.
+        steps_s: Seconds of a step, likewise.
         tried: Numbers of drafts, that tried last at the end.
         settling: Steps that do not count yet.
         seconds: Of the steps of this block.
         tokens: Of a sequence, in each of them.
-        budget_s: What trials may cost still.
+        trial_steps: Steps of a trial so far, noted or not, if trials pay for this block.
+        loss_s: Seconds that each of them is believed to lose.
     """
 
     drafts: int
     rates: dict[int, float] = field(default_factory=dict)
+    steps_s: dict[int, float] = field(default_factory=dict)
     tried: list[int] = field(default_factory=list)
     settling: int = SETTLING
     seconds: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
-    budget_s: float = 0.0
+    trial_steps: int = 0
+    loss_s: float = 0.0
 
 
 class DraftChoice:
@@ -60,10 +65,15 @@ class DraftChoice:
         """
         self._choices = tuple(choices)
         self._loads: dict[int, _Load] = {}
+        self._budget_s = 0.0  # what trials may cost still
 
     def choose(self, num_decoding: int) -> int:
-        """Return the drafts of windows that open now."""
-        return self._load(num_decoding).drafts
+        """Return the drafts of windows that open now, once for each step."""
+        load = self._load(num_decoding)
+        if load.loss_s:
+            load.trial_steps += 1
+            self._budget_s -= load.loss_s
+        return load.drafts
 
     def note(self, num_decoding: int, drafts: int, *, seconds: float, tokens: int) -> None:
         """Note a step that did nothing but decode, draft and verify.
@@ -83,46 +93,46 @@ class DraftChoice:
         load.seconds.append(seconds)
         load.tokens.append(tokens / num_decoding)
         if len(load.seconds) == BLOCK:
-            self._end_block(load)
+            self._end_block(load, _size(num_decoding))
 
     def rates(self, num_decoding: int) -> dict[int, float]:
         """Return tokens a second of a sequence at a load, by the drafts that were tried."""
         return dict(self._load(num_decoding).rates)
 
     def _load(self, num_decoding: int) -> _Load:
-        size = max(num_decoding, 1).bit_length()
+        size = _size(num_decoding)
         load = self._loads.setdefault(size, _Load(drafts=self._choices[-1]))
         if not load.rates and not load.seconds:
-            drafts = self._untried(size)
+            # WHY: while prompts are read, and while answers end, loads are passed in a few steps
+            # each. Of which nothing is known they do the fewer of what their neighbours do.
+            beside = (self._best(one) for one in self._neighbours(num_decoding))
+            drafts = min(beside, default=self._choices[-1])
             if drafts != load.drafts:
                 load.drafts, load.settling = drafts, SETTLING
         return load
 
-    def _untried(self, size: int) -> int:
-        """What to do at a load of which nothing is known: the fewer of what its neighbours do.
-
-        WHY: while prompts are read loads rise by a few steps each, none of which is noted. With the
-        most drafts there, 64 answers of 256 tokens took 2 to 8 % longer than without any (H200).
-        """
+    def _neighbours(self, num_decoding: int) -> list[_Load]:
+        """The next larger and the next smaller load of which something is known."""
+        size = _size(num_decoding)
         known = sorted(s for s, load in self._loads.items() if load.rates)
-        beside = [s for s in known if s < size][-1:] + [s for s in known if s > size][:1]
-        return min((self._best(self._loads[s]) for s in beside), default=self._choices[-1])
+        beside = [s for s in known if s > size][:1] + [s for s in known if s < size][-1:]
+        return [self._loads[s] for s in beside]
 
-    def _end_block(self, load: _Load) -> None:
+    def _end_block(self, load: _Load, size: int) -> None:
         """Learn from a block of steps, and say what the next one tries."""
         # WHY: the median of the times, as a step that compiles or waits tells nothing of the next.
         typical_s = statistics.median(load.seconds)
         rate = statistics.fmean(load.tokens) / typical_s
         old = load.rates.get(load.drafts, rate)
         load.rates[load.drafts] = rate = old + FRESH * (rate - old)
+        load.steps_s[load.drafts] = typical_s
         load.tried = [one for one in load.tried if one != load.drafts] + [load.drafts]
-        spent_s = sum(load.seconds)
-        load.budget_s += TRIAL_SHARE * spent_s
+        self._budget_s += TRIAL_SHARE * sum(load.seconds)
         best = self._best(load)
-        if load.drafts != best:
-            load.budget_s -= spent_s * (1 - rate / max(load.rates[best], rate))
-        load.seconds, load.tokens = [], []
-        drafts = self._next(load, best, (BLOCK + SETTLING) * typical_s)
+        if load.trial_steps:
+            self._budget_s -= load.trial_steps * (_loss_s(load, load.drafts, best) - load.loss_s)
+        load.seconds, load.tokens, load.trial_steps, load.loss_s = [], [], 0, 0.0
+        drafts = self._next(load, best, size)
         if drafts != load.drafts:
             load.drafts, load.settling = drafts, SETTLING
 
@@ -134,12 +144,35 @@ class DraftChoice:
                 best = drafts
         return best
 
-    def _next(self, load: _Load, best: int, trial_s: float) -> int:
-        """What is not known yet, then what trials may still cost, else the best."""
+    def _next(self, load: _Load, best: int, size: int) -> int:
+        """What is not known yet or was tried longest ago, if trials may cost it; else the best."""
         untried = [drafts for drafts in reversed(self._choices) if drafts not in load.rates]
-        if untried:
-            # No drafts second: what they gain is known then.
-            return untried[-1] if 0 in untried else untried[0]
-        oldest = next((drafts for drafts in load.tried if drafts != best), best)
-        cost_s = trial_s * (1 - load.rates[oldest] / load.rates[best])
-        return oldest if load.drafts == best and load.budget_s >= max(cost_s, 0.0) else best
+        if 0 in untried:
+            return 0  # second: what drafts gain is known then
+        nearest = sorted(self._loads, key=lambda other: (abs(other - size), -other))
+        if untried and not any(self._loads[other].rates for other in nearest[1:]):
+            return untried[0]
+        others = untried[:1] or [drafts for drafts in load.tried if drafts != best]
+        if not others or load.drafts != best:
+            return best
+        # What a trial may cost is told by the nearest load where it was made.
+        told = (self._loads[other] for other in nearest)
+        known = next((one for one in told if {0, others[0]} <= one.rates.keys()), None)
+        loss_s = 0.0
+        if known is not None:
+            scale = load.steps_s[0] / known.steps_s[0]
+            loss_s = scale * _loss_s(known, others[0], self._best(known))
+        if self._budget_s < (BLOCK + SETTLING) * loss_s:
+            return best
+        load.loss_s = loss_s
+        return others[0]
+
+
+def _loss_s(load: _Load, drafts: int, best: int) -> float:
+    """Seconds that a step with so many drafts loses at a load, if any."""
+    return load.steps_s[drafts] * max(0.0, 1 - load.rates[drafts] / load.rates[best])
+
+
+def _size(num_decoding: int) -> int:
+    """Which load so many sequences are."""
+    return max(num_decoding, 1).bit_length()
