@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import signal
 import threading
 import time
@@ -152,7 +153,12 @@ class DetjaxPeer(AbstractPeer):
         if not path.exists():
             part = path.with_name(f"{scheme}.part-{os.getpid()}")
             quantize_folder(folder / "bfloat16", part, RECIPES[scheme], progress=ignore_progress)
-            part.rename(path)
+            try:
+                part.rename(path)
+            except OSError:  # an engine beside this one was sooner
+                if not path.exists():
+                    raise
+                shutil.rmtree(part)
         self._quantize_s = time.perf_counter() - began_s
         self._llm = LLM(
             path, backend=backend, max_len=sizes.max_len, batch_size=sizes.slots,
