@@ -30,7 +30,13 @@ from detjax.models.fast import forward_fast, local_logits_fast
 from detjax.models.forward_paths import KernelMode
 from detjax.models.heads.head import DraftHead
 from detjax.models.hf_config import config_from_hf
-from detjax.models.layers import ForwardContext, Tokens, adapted_linear, row_parallel_norm
+from detjax.models.layers import (
+    ForwardContext,
+    Tokens,
+    adapted_linear,
+    gated_layer,
+    row_parallel_norm,
+)
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
 from detjax.models.registry import FAMILIES as REGISTRY
@@ -113,23 +119,29 @@ def w8a8(num_rows: int, dtype, *, has_blocks: bool = False) -> aot.CompiledProgr
 
 
 def adapted(num_rows: int) -> aot.CompiledProgram:
-    """Queries, keys and values with 8 adapters of rank 16, and a row-parallel product with them."""
+    """A layer's products with 8 adapters of rank 16: q, k, v; gates and ups; a row-parallel one."""
     ctx = ForwardContext(config=llama(1), profile=PROFILE, backend=Backend.SM90, tp=1)
 
-    def run(x, w, a, b, scales, slots, o, residual, gain):
-        stack = AdapterStack(a=a[0], b=b[0], scales=scales[0])
-        qkv = adapted_linear(ctx, x, AdaptedMatrix(base=w, stack=stack, slots=slots), None)
-        stack = AdapterStack(a=a[1], b=b[1], scales=scales[1])
-        o = AdaptedMatrix(base=o, stack=stack, slots=slots)
-        return qkv, *row_parallel_norm(ctx, x, o, residual, None, gain)
+    def run(x, weights, stacks, slots, residual, gain):
+        qkv, gate_up, o = (
+            AdaptedMatrix(base=w, stack=stack, slots=slots)
+            for w, stack in zip(weights, stacks, strict=True)
+        )
+        gated = gated_layer(ctx, {"gate_up": gate_up}, residual, x)
+        column = adapted_linear(ctx, x, qkv, None)
+        return column, gated, *row_parallel_norm(ctx, x, o, residual, None, gain)
 
-    pairs = (_shape(384, 4096), _shape(128, 4096)), (_shape(6144, 384), _shape(4096, 128))
-    scales = _shape(3, 8, dtype=jnp.float32), _shape(1, 8, dtype=jnp.float32)
-    rows = _shape(num_rows, 4096)
-    return aot.compile_program(
-        run, rows, _shape(6144, 4096), *pairs, scales, _shape(num_rows, dtype=jnp.int32),
-        _shape(4096, 4096), rows, _shape(4096),
+    sizes = ((3, 6144), (2, 28672), (1, 4096))
+    weights = tuple(_shape(num_out, 4096) for _, num_out in sizes)
+    stacks = tuple(
+        AdapterStack(
+            a=_shape(128 * parts, 4096), b=_shape(num_out, 128 * parts),
+            scales=_shape(parts, 8, dtype=jnp.float32),
+        )
+        for parts, num_out in sizes
     )  # fmt: skip
+    rows, slots = _shape(num_rows, 4096), _shape(num_rows, dtype=jnp.int32)
+    return aot.compile_program(run, rows, weights, stacks, slots, rows, _shape(4096))
 
 
 def norm_qkv(num_rows: int) -> aot.CompiledProgram:

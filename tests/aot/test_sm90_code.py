@@ -105,10 +105,12 @@ def test_linear_uses_the_tensor_core_and_spills_nothing(name, shape):
 
 @pytest.mark.parametrize("num_rows", [1, 64, 2048])
 def test_adapters_spill_nothing_and_round_as_their_source_says(num_rows):
-    """Each product, then one kernel for h and one that adds; XLA computes nothing itself."""
+    """Products add adapters themselves, but for many rows of several leaves; XLA adds nothing."""
     program = compiled(f"adapted_{num_rows}")
     names = {kernel["name"] for kernel in program["kernels"]}
-    assert {"detjax_linear", "detjax_lora_hidden", "detjax_lora_add"} <= names
+    few = {"detjax_linear", "detjax_linear_swiglu", "detjax_lora_project", "detjax_rms_norm_wide"}
+    many = few - {"detjax_lora_project"} | {"detjax_lora_hidden", "detjax_lora_add"}
+    assert names == (few if num_rows <= 64 else many)
     assert spills(program) == {} and program["copies"] == []
     assert_rounds_as_its_source_says(program)
 

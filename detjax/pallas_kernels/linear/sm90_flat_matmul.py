@@ -450,14 +450,15 @@ class _Cta:
         def steps_done(info, carry):
             place = self.locate(info.index[0])
             num_steps, num_added = self.steps_of(info.index[0])
+            begin = self.first_step(info, carry)
 
             def step(i, _):
-                self.load_step(carry, i, *place)
+                self.load_step(begin, i, *place)
                 return ()
 
             lax.fori_loop(0, num_steps, step, ())
             for piece in range(plan.low_rank_pieces if plan.low_rank else 0):
-                first = carry + num_steps + piece * num_added
+                first = begin + num_steps + piece * num_added
 
                 def added_step(i, _, first=first, piece=piece):
                     self.load_adapters(first, i, piece, *place[:2])
@@ -467,6 +468,13 @@ class _Cta:
             return carry + num_steps + plan.low_rank_pieces * num_added
 
         self.ring.drain(steps_done)
+
+    def first_step(self, info, steps_done):
+        """The ring's step with which a tile begins; tiles have as many, if none is apart."""
+        plan = self.plan
+        if plan.adds_apart:
+            return steps_done
+        return info.local_index * (plan.steps + plan.low_rank_pieces * plan.low_rank_steps)
 
     def steps_of(self, item) -> tuple:
         """Steps of the ring of a tile: those of its product, and of its adapters for each piece."""
@@ -639,7 +647,7 @@ class _Cta:
 
         @plgpu.nd_loop((plan.num_items,), collective_axes="cta", init_carry=jnp.int32(0))
         def _tiles(info, carry):
-            first = carry
+            first = self.first_step(info, carry)
             row, col, group = self.locate(info.index[0])
             row = row + self.wg * t.out_rows
             num_steps, num_added = self.steps_of(info.index[0])
@@ -677,7 +685,7 @@ class _Cta:
                 pl.when(num_steps > 0)(product)
             else:
                 product()
-            return first + num_steps + plan.low_rank_pieces * num_added
+            return carry + num_steps + plan.low_rank_pieces * num_added
 
         plgpu.wait_smem_to_gmem(0)
 
