@@ -5,11 +5,12 @@ python -m benchmarks.adapters --decode 1 8 64 --prefill 512 --kernels --out adap
 python -m benchmarks.adapters --model tiny --backend portable --decode 2 --prefill 64
 
 Rows have adapters in turn, in every slot. `none` is the program with adapters, of whose rows none
-has one; its tokens and logprobs must be those of the model alone.
+has one, which an engine would not run; its tokens and logprobs must be those of the model alone.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import sys
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding
 from benchmarks.common import Rows, environment
 from benchmarks.step import MODELS, Case, Runner, decode_case, prefill_case, show_kernels
 from detjax.engine.running.device_arrays import BY_ROW
+from detjax.engine.running.program_key import ProgramKey
 from detjax.models.adapters.program import ADAPTERS, SLOTS
 from detjax.models.adapters.stack import AdapterSizes, num_adapter_slots, open_adapters
 from detjax.pallas_kernels.backend import Backend
@@ -42,6 +44,10 @@ class AdaptedRunner(Runner):
         self._programs, self._compile_s, self._operands = {}, {}, {}
         drawn = jax.tree.map(_random, self.model.params[ADAPTERS]["layers"])
         self.model.params[ADAPTERS] = {"layers": drawn}
+
+    def key_of(self, impl: str, case: Case) -> ProgramKey:
+        """The program with adapters, also where no row has one."""
+        return dataclasses.replace(super().key_of(impl, case), has_adapters=True)
 
     def give(self, *, has_adapters: bool) -> None:
         """Give every row an adapter, or none."""

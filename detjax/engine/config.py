@@ -251,6 +251,8 @@ class ReplicaConfig:
 
         num_local_pages: Pages of local layers of a replica; 0 where they have those of the others.
         local_reach: Tokens back that local layers read, the token itself included.
+        has_adapters: Whether the model has room for adapters, so that steps of rows without any
+            have programs of their own.
 
     Raises:
         ValueError: If no prefill would fit into a step beside everything else.
@@ -282,6 +284,7 @@ class ReplicaConfig:
     self_check: str
     num_local_pages: int = 0
     local_reach: int = 0
+    has_adapters: bool = False
 
     def __post_init__(self):
         """Check that a prefill always fits."""
@@ -344,6 +347,7 @@ class ReplicaConfig:
         page_len: int,
         steps_beat_xla: bool,
         local_reach: int = 0,
+        has_adapters: bool = False,
     ) -> "ReplicaConfig":
         """Divide a configuration that `check_config` has passed over `dp` replicas.
 
@@ -353,6 +357,7 @@ class ReplicaConfig:
             page_len: Tokens of a page.
             steps_beat_xla: As `KernelSet` has it, of the kernels that run.
             local_reach: As `ReplicaConfig` has it; 0 where no layers are local.
+            has_adapters: As `ReplicaConfig` has it.
         """
         num_slots = config.batch_size // dp
         table_len = -(-config.max_len // page_len)
@@ -392,6 +397,7 @@ class ReplicaConfig:
             self_check=config.self_check,
             num_local_pages=config.num_local_pages // dp,
             local_reach=local_reach,
+            has_adapters=has_adapters,
         )
 
 

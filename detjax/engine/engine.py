@@ -125,6 +125,7 @@ class Engine:
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
             local_reach=local_reach(model),
+            has_adapters=num_adapter_slots(model) > 0,
         )
         check_local_pages(model, config)
         _check_adapters(model, config)

@@ -117,6 +117,24 @@ def test_rows_without_adapters_have_the_bits_of_a_model_without_room_for_them():
     assert [one.digest() for one in got] == [one.digest() for one in want]
 
 
+def test_a_step_of_rows_without_adapters_runs_a_program_without_them():
+    engine = engine_of(batch_size=2)
+    plain, adapted = requests()[3], requests()[0]
+    assert not plain.adapter and adapted.adapter
+
+    def ran() -> set[bool]:
+        return {key.has_adapters for key in engine._runner.programs}
+
+    engine.generate([plain])
+    assert ran() == {False}
+    engine.compile(requests=[adapted])
+    assert ran() == {False, True}
+    num_compiled = engine.stats().num_compiled
+    engine.generate([adapted, plain, adapted])
+    engine.generate([plain, plain])
+    assert engine.stats().num_compiled == num_compiled
+
+
 @pytest.mark.slow
 @pytest.mark.invariance
 def test_answers_do_not_depend_on_evictions_and_sizes_of_slots():

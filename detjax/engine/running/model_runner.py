@@ -497,6 +497,8 @@ class ModelRunner:
             logit_rows=logit_rows(self._config, kind, size, length, weights),
             leaves_hidden=leaves_hidden,
             leaves_features=leaves_features(self._config, kind, weights),
+            has_adapters=weights == "full"
+            and any(row.seq.adapter_slot >= 0 for part in rows for row in part),
         )
 
     def _num_rows(self, key: ProgramKey) -> int:

@@ -47,6 +47,8 @@ class ProgramKey:
         leaves_hidden: Whether a prefill leaves the hidden states of all its tokens, for the
             logprobs of a prompt.
         leaves_features: Whether it leaves hidden states of some layers, for a head.
+        has_adapters: Whether its rows may have adapters. Where none has one, the step costs what it
+            costs without room for them.
     """
 
     kind: ProgramKind
@@ -58,6 +60,7 @@ class ProgramKey:
     logit_rows: int = 0
     leaves_hidden: bool = False
     leaves_features: bool = False
+    has_adapters: bool = False
 
     @property
     def name(self) -> str:
@@ -66,6 +69,7 @@ class ProgramKey:
         name = f"{self.kind}{how} {self.rows}x{self.length}"
         name += " with hidden states" if self.leaves_hidden else ""
         name += " with features" if self.leaves_features else ""
+        name += " with adapters" if self.has_adapters else ""
         return name if self.kind == "prefill" else f"{name} to {self.table_len} pages"
 
 
@@ -212,10 +216,13 @@ def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
             logit_rows=logit_rows(config, kind, rows, length, weights),
             leaves_hidden=leaves_hidden,
             leaves_features=leaves_features(config, kind, weights),
+            has_adapters=has_adapters,
         )
         for leaves_hidden in (False, True)
+        for has_adapters in (False, True)
         for kind, rows, length, mode, weights in _steps(config)
         if (kind == "prefill" and weights == "full") or not leaves_hidden
+        if (config.has_adapters and weights == "full") or not has_adapters
         for table_len in table_lens(kind, config)
     ]
 
@@ -279,6 +286,9 @@ def keys_of_requests(
 
 def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request]) -> bool:
     """Whether a step of these requests can run a forward program."""
+    if config.has_adapters and key.weights == "full":
+        if key.has_adapters not in {bool(request.adapter) for request in requests}:
+            return False
     samplings = [request.sampling for request in requests]
     num_rows = min(sum(s.num_sequences for s in samplings), config.num_slots)
     if key.kind == "prefill":

@@ -433,7 +433,7 @@ class ProgramCache:
         owner = sequence_slot(given.slot, len(slots.place))
         tokens = Tokens(
             ids=given.token_ids, positions=positions, page_table=given.page_table,
-            local_table=given.local_table, adapters=adapters_of(params, owner),
+            local_table=given.local_table, adapters=_adapters_of(key, params, owner),
         )  # fmt: skip
         context, taps = self._watched(key)
         kv_cache, hidden, choice, last, logits = _choose_last(
@@ -496,7 +496,7 @@ class ProgramCache:
         page_table, *local = (jnp.where(position[:, None] < 0, 0, table) for table in given.tables)
         tokens = Tokens(
             ids=ids[:, None], positions=position[:, None], page_table=page_table,
-            local_table=local[0] if local else None, adapters=adapters_of(params, slot),
+            local_table=local[0] if local else None, adapters=_adapters_of(key, params, slot),
         )  # fmt: skip
         kv_cache, _, choice, _, logits = _choose_last(
             self._context, key.mode, params, tables, kv_cache, tokens,
@@ -538,7 +538,7 @@ class ProgramCache:
         positions = jnp.where(is_token, start[:, None] + step_idx, -1)
         tokens = Tokens(
             ids=ids, positions=positions, page_table=given.page_table,
-            local_table=given.local_table, adapters=adapters_of(params, slot),
+            local_table=given.local_table, adapters=_adapters_of(key, params, slot),
         )  # fmt: skip
         forward, local_logits = FORWARD_PATHS[key.mode]
         context, taps = self._watched(key)
@@ -554,6 +554,11 @@ class ProgramCache:
         )
         result = pack_verified(choice, num_accepted, length=length)
         return kv_cache, slots, *_left(left, logits), *features, result
+
+
+def _adapters_of(key: ProgramKey, params: dict, slots) -> jax.Array | None:
+    """The adapter of the sequence in each of these slots; None where rows have none."""
+    return adapters_of(params, slots) if key.has_adapters else None
 
 
 def _puts_features(key: ProgramKey) -> bool:
