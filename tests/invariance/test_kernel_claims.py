@@ -43,7 +43,16 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear_swiglu,
 )
 from detjax.pallas_kernels.log_softmax.api import block_stats, log_probs, log_sum_exp
-from detjax.pallas_kernels.lora.api import expert_lora_add, lora_add, lora_hidden
+from detjax.pallas_kernels.lora.adapted import LowRankRows
+from detjax.pallas_kernels.lora.api import (
+    expert_lora_add,
+    lora_add,
+    lora_hidden,
+    lora_linear,
+    lora_linear_add_rms_norm,
+    lora_linear_swiglu,
+    lora_project,
+)
 from detjax.pallas_kernels.moe.api import (
     combine_experts_add_rms_norm,
     combine_experts_norm_linear,
@@ -111,6 +120,12 @@ class Case:
     rows: tuple
     slices: Callable | None = None
     """(rank, number of ranks) -> (call on that share, how to cut the whole result alike)."""
+
+
+def _both_halves(rows, num_ranks, rank):
+    """A rank's share of gates, then of their ups."""
+    halves = jnp.split(rows, 2)
+    return jnp.concatenate([half[_columns(num_ranks, rank, len(half))] for half in halves])
 
 
 def _columns(num_ranks, rank, width):
@@ -190,6 +205,10 @@ def _cases() -> dict[str, Case]:
     eight = tree_reduction(8 * 32, PROFILE)
     draw = np.random.default_rng(13)
     lora_b, lora_slots = bf16(draw, 512, 192), jnp.asarray(draw.integers(-1, 3, M), jnp.int32)
+    joined = np.random.default_rng(17)
+    lora_a, joined_b = bf16(joined, 192, K), bf16(joined, N, 128)
+    gated_b = bf16(joined, 1024, 256).at[:512, 128:].set(0).at[512:, :128].set(0)
+    square, square_b = bf16(joined, K, K), bf16(joined, K, 128)
     of_experts = np.random.default_rng(15)
     expert_b = bf16(of_experts, NUM_EXPERTS, 96, 192)
     expert_of_row = jnp.asarray(of_experts.integers(0, NUM_EXPERTS, M), jnp.int32)
@@ -251,9 +270,7 @@ def _cases() -> dict[str, Case]:
                 lambda x: norm_linear_swiglu(
                     x,
                     gain,
-                    jnp.concatenate(
-                        [half[_columns(ranks, rank, 512)] for half in jnp.split(w_gate_up, 2)]
-                    ),
+                    _both_halves(w_gate_up, ranks, rank),
                     eps=1e-5,
                     **ON,
                 ),
@@ -267,9 +284,7 @@ def _cases() -> dict[str, Case]:
             slices=lambda rank, ranks: (
                 lambda x: linear_swiglu(
                     x,
-                    jnp.concatenate(
-                        [half[_columns(ranks, rank, 512)] for half in jnp.split(w_gate_up, 2)]
-                    ),
+                    _both_halves(w_gate_up, ranks, rank),
                     **ON,
                 ),
                 _columns(ranks, rank, 512),
@@ -633,6 +648,63 @@ def _cases() -> dict[str, Case]:
                 ),
                 _columns(ranks, rank, 512),
             ),
+        ),
+        "lora_project": Case(
+            kernel=lora_project,
+            call=lambda x, slots: lora_project(
+                x, lora_a, slots, LORA_SCALES, reduction=leaf, out_dtype=BF16, **ON
+            ),
+            rows=(bf16(joined, M, K), lora_slots),
+        ),
+        "lora_linear": Case(
+            kernel=lora_linear,
+            call=lambda x, h: lora_linear(
+                x, w, bias, LowRankRows(h=h, b=joined_b), out_dtype=BF16, **ON
+            ),
+            rows=(bf16(joined, M, K), bf16(joined, M, 128)),
+            slices=lambda rank, ranks: (
+                lambda x, h: lora_linear(
+                    x,
+                    w[_columns(ranks, rank, N)],
+                    bias[_columns(ranks, rank, N)],
+                    LowRankRows(h=h, b=joined_b[_columns(ranks, rank, N)]),
+                    out_dtype=BF16,
+                    **ON,
+                ),
+                _columns(ranks, rank, N),
+            ),
+        ),
+        "lora_linear_swiglu": Case(
+            kernel=lora_linear_swiglu,
+            call=lambda x, h: lora_linear_swiglu(x, w_gate_up, LowRankRows(h=h, b=gated_b), **ON),
+            rows=(bf16(joined, M, K), bf16(joined, M, 256)),
+            slices=lambda rank, ranks: (
+                lambda x, h: lora_linear_swiglu(
+                    x,
+                    _both_halves(w_gate_up, ranks, rank),
+                    LowRankRows(h=h, b=_both_halves(gated_b, ranks, rank)),
+                    **ON,
+                ),
+                _columns(ranks, rank, 512),
+            ),
+        ),
+        "lora_linear_add_rms_norm": Case(
+            kernel=lora_linear_add_rms_norm,
+            call=lambda x, h, residual: jnp.stack(
+                lora_linear_add_rms_norm(
+                    x,
+                    square,
+                    LowRankRows(h=h, b=square_b),
+                    residual,
+                    gain,
+                    gain,
+                    reduction=leaf,
+                    eps=1e-5,
+                    **ON,
+                ),
+                axis=1,
+            ),
+            rows=(bf16(joined, M, K), bf16(joined, M, 128), bf16(joined, M, K)),
         ),
         "expert_lora_add": Case(
             kernel=expert_lora_add,

@@ -114,7 +114,7 @@ def lora_project(
 
     Numerics:
         The bits of the two operations one after the other.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+        Claims: run-invariant, batch-invariant, path-consistent.
     """
     if a.shape[0] % scales.size or x.shape[1] != a.shape[1]:
         raise ValueError(f"{x.shape=}, {a.shape=} and {scales.shape=} do not agree")
@@ -229,7 +229,7 @@ def lora_linear_add_rms_norm(
 
     Numerics:
         The bits of `linear_partial`, `lora_add` to float32 and `add_rms_norm`.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+        Claims: run-invariant, batch-invariant, path-consistent.
     """
     _check_low_rank(x, w, adapters)
     return KERNELS[backend].lora_linear_add_rms_norm(

@@ -172,12 +172,12 @@ def lora_linear_add_rms_norm(
     Numerics:
         # ORDER: residual + ((tree + B h) + bias): of `combine_add_rms_norm`.
         # ROUND: as `add_rms_norm`.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+        Claims: run-invariant, batch-invariant, path-consistent.
     """
     if not adds_adapters(x, w) or x.shape[0] > MAX_ADDED_TO_TREES:
         return composed.lora_linear_add_rms_norm(
             _SM90, x, w, adapters, residual, bias, gain, reduction=reduction, eps=eps
-        )  # fmt: skip
+        )
     terms = linear_leaf_sums(x, w, reduction=reduction, adapters=adapters)
     has_added = terms.shape[0] > 1
     return combine_add_rms_norm(terms, residual, bias, gain, eps=eps, has_added=has_added)

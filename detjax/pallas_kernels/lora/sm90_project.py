@@ -326,7 +326,7 @@ def lora_project(x, a, slots, scales, *, reduction: Reduction, out_dtype: jnp.dt
         # ORDER: each leaf k16 block by k16 block in its own f32 wgmma accumulator; then
         ((l0 + l1) + (l2 + l3)) + ..., f32.
         # ROUND: the product with the scale, then h.
-        Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
+        Claims: run-invariant, batch-invariant, path-consistent.
     """
     plan = _Plan(
         num_rows=x.shape[0], width=a.shape[0], rank=a.shape[0] // scales.size,
