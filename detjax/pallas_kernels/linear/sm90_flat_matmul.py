@@ -208,14 +208,14 @@ class _Plan:
         return self.k_len // self.leaf_len // self.tiles.groups
 
     @property
-    def low_rank_pieces(self) -> int:
+    def num_low_rank_pieces(self) -> int:
         """Parts of a warpgroup's outputs whose adapters lie in columns of their own."""
         return 2 if self.tiles.is_gated else 1
 
     @property
     def low_rank_steps(self) -> int:
         """Steps of the ring with the adapters of a piece."""
-        return self.low_rank // self.low_rank_pieces // self.tiles.k
+        return self.low_rank // self.num_low_rank_pieces // self.tiles.k
 
     @property
     def adds_apart(self) -> bool:
@@ -356,7 +356,7 @@ class _Plan:
             raise ValueError("a residual is added in the epilogue of unsplit tiles only")
         if self.low_rank and (t.held or t.coding or self.is_w8a8 or self.has_residual or peers):
             raise ValueError(f"adapters are added to plain sums of rows that stream, not by {t=}")
-        if self.low_rank % (self.low_rank_pieces * t.k):
+        if self.low_rank % (self.num_low_rank_pieces * t.k):
             raise ValueError(f"{t.k=} must divide the adapters' columns, {self.low_rank}")
         if channels != (0 if norm is None else self.k_len):
             raise ValueError(f"held {channels=} must be K={self.k_len} with a gain, else 0")
@@ -457,7 +457,7 @@ class _Cta:
                 return ()
 
             lax.fori_loop(0, num_steps, step, ())
-            for piece in range(plan.low_rank_pieces if plan.low_rank else 0):
+            for piece in range(plan.num_low_rank_pieces if plan.low_rank else 0):
                 first = begin + num_steps + piece * num_added
 
                 def added_step(i, _, first=first, piece=piece):
@@ -465,7 +465,7 @@ class _Cta:
                     return ()
 
                 lax.fori_loop(0, num_added, added_step, ())
-            return carry + num_steps + plan.low_rank_pieces * num_added
+            return carry + num_steps + plan.num_low_rank_pieces * num_added
 
         self.ring.drain(steps_done)
 
@@ -474,7 +474,7 @@ class _Cta:
         plan = self.plan
         if plan.adds_apart:
             return steps_done
-        return info.local_index * (plan.steps + plan.low_rank_pieces * plan.low_rank_steps)
+        return info.local_index * (plan.steps + plan.num_low_rank_pieces * plan.low_rank_steps)
 
     def steps_of(self, item) -> tuple:
         """Steps of the ring of a tile: those of its product, and of its adapters for each piece."""
@@ -492,7 +492,7 @@ class _Cta:
         slot = self.ring.claim(first + i)
         full = self.memory.full.at[slot]
         k = (piece * plan.low_rank_steps + i) * t.k
-        places = plan.weight_pieces[piece :: plan.low_rank_pieces]
+        places = plan.weight_pieces[piece :: plan.num_low_rank_pieces]
         for start, size, offset in places:
             plgpu.copy_gmem_to_smem(
                 adapters.b.at[pl.ds(w_row + offset, size), pl.ds(k, t.k)],
@@ -685,7 +685,7 @@ class _Cta:
                 pl.when(num_steps > 0)(product)
             else:
                 product()
-            return carry + num_steps + plan.low_rank_pieces * num_added
+            return carry + num_steps + plan.num_low_rank_pieces * num_added
 
         plgpu.wait_smem_to_gmem(0)
 
