@@ -674,8 +674,7 @@ class _Cta:
         plan = self.plan
         schedule_few(
             self.put_ids, plan.num_slots, self.work, self.memory.few,
-            num_local=plan.num_local, tile_rows=plan.tiles.tile_rows,
-            is_interpreted=plan.is_interpreted,
+            tile_rows=plan.tiles.tile_rows, is_interpreted=plan.is_interpreted,
         )  # fmt: skip
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.listed)

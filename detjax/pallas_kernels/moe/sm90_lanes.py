@@ -62,6 +62,28 @@ def scatter(ref, index, values, math: rows.Arithmetic) -> None:
     emit(ref, index, values)
 
 
+def add_one(ref, index, math: rows.Arithmetic) -> None:
+    """`ref[index] += 1`, element by element, where the index is inside `ref`, in shared memory.
+
+    Threads add side by side, by atomic instructions: a sum of integers has no order.
+    """
+    size = ref.shape[0]
+    if math.is_interpreted:
+        is_here = index[:, None] == lax.broadcasted_iota(jnp.int32, (1, size), 1)
+        ref[...] += jnp.sum(is_here.astype(jnp.int32), axis=0)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), math.layout))
+    def emit(ctx, memory, index):
+        base = ptx.address(memory)
+        for i in ptx.scalars_of(index):
+            with mgpu.utils.when(ptx.below(i, mgpu.c(size, i.type))):
+                where = arith.addi(base, arith.muli(i, ptx.i32(4)))
+                ptx.asm("red.shared.add.u32 [$0], $1;", [where, ptx.i32(1)])
+
+    emit(ref, index)
+
+
 def gather(ref, index, math: rows.Arithmetic):
     """`ref[index]`, element by element; every index is inside `ref`."""
     if math.is_interpreted:

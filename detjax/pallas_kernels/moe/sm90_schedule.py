@@ -6,6 +6,7 @@ Integers alone, and copies. A slot is a row and one of its experts, `m * k + ran
 
 import functools
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -72,18 +73,28 @@ def local_ids(ids_gmem, first, first_expert, num_local: int, math):
     return jnp.where(is_local, ids, none)
 
 
-def count_experts(ids_smem, count: int, stop, num_local: int, is_interpreted: bool):
-    """How many of the first slots each expert has, and how many of those before slot `stop`."""
-    size = lanes.padded(num_local)
-    math = lanes.integers(size, is_interpreted)
-    experts, zeros = math.iota((size,), 0), math.full((size,), 0, jnp.int32)
+def count_experts(ids: list, counts_smem, math, *, stop=None) -> list:
+    """How many slots each expert has, and how many of those before slot `stop`, if that is given.
 
-    def step(carry, expert, slot):
-        is_here = jnp.where(experts == math.full((size,), expert, jnp.int32), zeros + 1, zeros)
-        is_before = math.full((size,), (slot < stop).astype(jnp.int32), jnp.int32)
-        return carry[0] + is_here, carry[1] + is_here * is_before
-
-    return lanes.over(ids_smem, count, step, (zeros, zeros))
+    Args:
+        ids: Of LANES slots each, from the first on: their experts, or -1.
+        counts_smem: int32 [1 or 2, experts] of shared memory.
+        math: Arithmetic of [LANES].
+        stop: See above.
+    """
+    size = counts_smem.shape[1]
+    of_experts, shape = lanes.integers(size, math.is_interpreted), (rows.LANES,)
+    for i in range(counts_smem.shape[0]):
+        counts_smem[i, :] = of_experts.full((size,), 0, jnp.int32)
+    plgpu.commit_smem()
+    none = math.full(shape, -1, jnp.int32)
+    for i, some in enumerate(ids):
+        lanes.add_one(counts_smem.at[0], some, math)
+        if stop is not None:
+            is_before = math.iota(shape, 0) < math.full(shape, stop - i * rows.LANES, jnp.int32)
+            lanes.add_one(counts_smem.at[1], jnp.where(is_before, some, none), math)
+    plgpu.commit_smem()
+    return [of_experts.load(counts_smem.at[i]) for i in range(counts_smem.shape[0])]
 
 
 def write_tiles(total, starts, work: GroupedWork, scratch, *, tile_rows: int, math):
@@ -136,21 +147,20 @@ def sort_block(ids, ids_smem, starts_smem, block: int, math):
 
 
 def schedule_few(
-    put_ids, num_slots: int, work: GroupedWork, memory, *, num_local: int, tile_rows: int,
-    is_interpreted: bool,
+    put_ids, num_slots: int, work: GroupedWork, memory, *, tile_rows: int, is_interpreted: bool
 ) -> None:  # fmt: skip
     """Fill `work` for up to LANES slots: one warpgroup, inside the kernel that needs it.
 
     `put_ids` writes the expert of each slot, counted from the first one here or -1, to [LANES]
     integers of shared memory, all of them.
     """
-    ids_smem, starts_smem, scratch = memory
+    ids_smem, counts_smem, starts_smem, scratch = memory
     math = lanes.integers(rows.LANES, is_interpreted)
     put_ids(ids_smem, math)
     plgpu.commit_smem()
     ids = math.load(ids_smem)
     counted = min(rows.LANES, -(-num_slots // lanes.UNROLL) * lanes.UNROLL)
-    total, _ = count_experts(ids_smem, counted, 0, num_local, is_interpreted)
+    [total] = count_experts([ids], counts_smem, math)
     of_experts = lanes.integers(total.shape[0], is_interpreted)
     starts = lanes.sums_before(total, scratch.at[0], of_experts)
     starts_smem[...] = starts
@@ -164,6 +174,7 @@ def few_memory(num_local: int) -> list:
     """Shared memory of `schedule_few`."""
     return [
         plgpu.SMEM((rows.LANES,), jnp.int32),
+        plgpu.SMEM((1, lanes.padded(num_local)), jnp.int32),
         plgpu.SMEM((lanes.padded(num_local),), jnp.int32),
         plgpu.SMEM((3, 4), jnp.int32),
     ]
@@ -171,6 +182,8 @@ def few_memory(num_local: int) -> list:
 
 def block_tokens(num_tokens: int, top_k: int, width: int) -> int:
     """Rows of `x` whose slots a CTA sorts: at most LANES slots, a multiple of `lanes.UNROLL`.
+
+    Where each CTA counts all slots, the fewest rows with such a multiple: as many CTAs as can be.
 
     Raises:
         NotImplementedError: If not even `lanes.UNROLL` rows fit.
@@ -182,6 +195,8 @@ def block_tokens(num_tokens: int, top_k: int, width: int) -> int:
             f"sm90 sorts rows of up to {BUFFER_BYTES // 2 // lanes.UNROLL} channels to at most "
             f"{rows.LANES // lanes.UNROLL} experts each, not {width=}, {top_k=}; use portable"
         )
+    if num_tokens * top_k <= MAX_COUNTED_SLOTS:
+        return min(most, lanes.UNROLL // gcd(lanes.UNROLL, top_k))
     return min(most, -(-num_tokens // lanes.UNROLL) * lanes.UNROLL)
 
 
@@ -190,11 +205,11 @@ def _count_blocks(ids, first_expert, *, block: int, num_blocks: int, num_local: 
     size = lanes.padded(num_local)
     math = lanes.integers(rows.LANES, interpret)
 
-    def body(ids_gmem, first_expert_gmem, counts_gmem, ids_smem):
-        cta = lax.axis_index("cta")
-        ids_smem[...] = local_ids(ids_gmem, cta * block, first_expert_gmem[0], num_local, math)
-        plgpu.commit_smem()
-        total, _ = count_experts(ids_smem, block, 0, num_local, interpret)
+    def body(ids_gmem, first_expert_gmem, counts_gmem, counts_smem):
+        cta, none = lax.axis_index("cta"), math.full((rows.LANES,), -1, jnp.int32)
+        is_in_block = math.iota((rows.LANES,), 0) < math.full((rows.LANES,), block, jnp.int32)
+        ids = local_ids(ids_gmem, cta * block, first_expert_gmem[0], num_local, math)
+        [total] = count_experts([jnp.where(is_in_block, ids, none)], counts_smem, math)
         counts_gmem[cta] = total
 
     return rows.run_kernel(
@@ -204,7 +219,7 @@ def _count_blocks(ids, first_expert, *, block: int, num_blocks: int, num_local: 
         grid={"cta": num_blocks},
         name="detjax_moe_count",
         is_interpreted=interpret,
-        scratch_types=[plgpu.SMEM((rows.LANES,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((1, size), jnp.int32)],
     )
 
 
@@ -231,7 +246,7 @@ class _SortMemory(NamedTuple):
     """Shared memory of a CTA that sorts rows, and its barrier."""
 
     rows: Any  # [tokens, D / span, span]
-    all_ids: Any  # [num_read] int32: experts of all slots, where each CTA counts
+    counts: Any  # [2, size] int32: slots of each expert, and of those before this CTA's
     ids: Any  # [LANES] int32: of this CTA's slots
     starts: Any  # [size] int32: sorted row of each expert's first slot of this CTA
     places: Any  # [LANES] int32: sorted row of each of its slots, or -1
@@ -276,7 +291,6 @@ def sort_rows(
     span = next(s for s in (128, 64, 32, 16, 8) if width % s == 0)
     math = lanes.integers(rows.LANES, interpret)
     of_experts = lanes.integers(size, interpret)
-    num_read = lanes.padded(num_slots) if is_counted_here else rows.LANES
     counts = None
     if not is_counted_here:
         padded_blocks = -(-num_blocks // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
@@ -310,7 +324,7 @@ def sort_rows(
         work,  # `GroupedWork`
         memory: _SortMemory,
     ):
-        rows_smem, all_ids, ids_smem, starts_smem, places_smem, scratch, arrived = memory
+        rows_smem, counts_smem, ids_smem, starts_smem, places_smem, scratch, arrived = memory
         (x_gmem, scales_gmem), (sorted_gmem, sorted_scales) = given, found
         cta = lax.axis_index("cta")
         first_slot = cta * block
@@ -325,14 +339,13 @@ def sort_rows(
         ids = local_ids(ids_gmem, first_slot, first_expert, num_local, math)
         ids_smem[...] = ids
         if is_counted_here:
-            for start in range(0, num_read, rows.LANES):
-                all_ids[pl.ds(start, rows.LANES)] = local_ids(
-                    ids_gmem, start, first_expert, num_local, math
-                )
-        plgpu.commit_smem()
-        if is_counted_here:
-            total, before = count_experts(all_ids, num_read, first_slot, num_local, interpret)
+            all_ids = [
+                local_ids(ids_gmem, start, first_expert, num_local, math)
+                for start in range(0, num_slots, rows.LANES)
+            ]
+            total, before = count_experts(all_ids, counts_smem, math, stop=first_slot)
         else:
+            plgpu.commit_smem()
             total, before = add_blocks(counts_gmem, cta)
         starts = lanes.sums_before(total, scratch.at[0], of_experts)
         starts_smem[...] = starts + before
@@ -381,7 +394,7 @@ def sort_rows(
         scratch_types=[
             _SortMemory(
                 rows=plgpu.SMEM((tokens, width // span, span), x.dtype),
-                all_ids=plgpu.SMEM((num_read,), jnp.int32),
+                counts=plgpu.SMEM((2, size), jnp.int32) if is_counted_here else None,
                 ids=plgpu.SMEM((rows.LANES,), jnp.int32),
                 starts=plgpu.SMEM((size,), jnp.int32),
                 places=plgpu.SMEM((rows.LANES,), jnp.int32),
