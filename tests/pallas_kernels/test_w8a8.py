@@ -490,11 +490,21 @@ def test_tiles_of_part_of_a_block_in_interpret_mode(num_rows, live_rows, one_cta
     assert_bitwise_equal(found, want, claim="the definition")
 
 
-@pytest.mark.parametrize("kind", [INT8, FLOAT8])
 @pytest.mark.parametrize(
-    ("num_rows", "has_norm", "coding"),
-    [(1, True, {}), (5, True, {}), (3, False, {"bound": 2.0}), (2, True, {"scale": 0.03})],
-)
+    ("num_rows", "has_norm", "coding", "kind"),
+    [
+        *(
+            (*case, kind)
+            for kind in (INT8, FLOAT8)
+            for case in (
+                (1, True, {}), (5, True, {}), (3, False, {"bound": 2.0}), (2, True, {"scale": 0.03})
+            )
+        ),
+        (1, True, {}, BLOCKS),
+        (5, True, {}, BLOCKS),
+        (3, False, {}, BLOCKS),
+    ],
+)  # fmt: skip
 def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding, kind, one_cta):
     """In the launch that multiplies them, to the bits of the launch that only quantises."""
     x = jnp.asarray(drawn_rows(num_rows, 1024))
@@ -517,7 +527,7 @@ def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding
     want = product(sm90_w8a8.quantized(rows, interpret=True))
     assert_bitwise_equal(found, want, claim="the bits of two launches")
     # Control: another scale.
-    if num_rows > 1 and not coding.bound:
+    if num_rows > 1 and not coding.bound and not coding.group_len:
         other = dataclasses.replace(coding, scale=jnp.asarray([0.02], F32))
         changed = product(rows, InputNorm(gain=gain, coding=other, eps=1e-5), held)
         assert (np.asarray(changed) != np.asarray(want)).any()
@@ -554,7 +564,7 @@ def test_rows_that_no_kernel_takes_are_refused():
 )
 @pytest.mark.parametrize("dtype", KINDS)
 def test_tiles_divide_the_product_and_fit_the_memory(num_rows, num_out, k_len, is_gated, dtype):
-    is_quantized = num_rows * k_len <= QUANTIZED_VALUES and dtype != BLOCKS
+    is_quantized = num_rows * k_len <= QUANTIZED_VALUES
     product = Product(
         num_rows=num_rows, num_out=num_out, num_leaves=1, leaf_len=k_len, out_bytes=2,
         is_gated=is_gated, has_residual=not is_gated, operands=operands_of_kind(dtype),

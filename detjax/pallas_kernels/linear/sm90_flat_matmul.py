@@ -87,8 +87,8 @@ class InputNorm:
         """Refuse terms that nothing reads."""
         if (self.read_row is None) != (not self.terms):
             raise ValueError("terms are added to rows that are normalised, by `read_row`")
-        if self.coding is not None and (self.terms or self.coding.group_len):
-            raise ValueError("rows are quantised as they are, and with a scale each")
+        if self.coding is not None and self.terms:
+            raise ValueError("sums of terms are not quantised")
 
 
 @runtime_checkable
@@ -160,7 +160,7 @@ class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
     x: Any  # [stages, slabs, cols, span] bf16 or of 8 bits; held: [steps, slabs, 8, span]
-    x_scales: Any  # [stages, slabs, scale_cols] f32, of chunks of 8-bit activations; held: [8]
+    x_scales: Any  # [stages, slabs, scale_cols] f32, of chunks; held: [chunks, 8], or [8] of rows
     w: Any  # [stages, num_wgs * rows, k] bf16 or of 8 bits, or _CodedStages
     out: Any  # [num_wgs, cols, out_rows], of the output's dtype
     squares: Any  # [sharers, rows_each, chunks, 4] f32
@@ -533,7 +533,7 @@ class _Cta:
                 self.x_views[1].at[slot, s],
                 full,
             )
-        if plan.block_rows:
+        if plan.block_rows and not t.held:
             groups = pl.ds(lax.div(k, FLOAT8_CHUNK), plan.slabs)
             plgpu.copy_gmem_to_smem(
                 self.operands.x_scales.at[groups, pl.ds(x_row, t.scale_cols)],
@@ -578,7 +578,11 @@ class _Cta:
                 norm.gain,
                 norm.coding,
                 row_ids,
-                WideSums(squares=squares, peaks=memory.peaks.at[share], scales=memory.x_scales),
+                WideSums(
+                    squares=squares,
+                    peaks=memory.peaks.at[share] if memory.peaks is not None else None,
+                    scales=memory.x_scales,
+                ),
                 eps=norm.eps,
                 is_interpreted=plan.is_interpreted,
             )
@@ -767,8 +771,10 @@ class _Cta:
             return [self.operands.w_scales[block, i * plan.slabs + j] for block in blocks]
 
         def of_rows(i, j):
-            slot = self.ring.slot(first + i)
-            chunk = self.memory.x_scales.at[slot, j, pl.ds(0, t.cols)]
+            if t.held:
+                chunk = self.memory.x_scales.at[i * plan.slabs + j]
+            else:
+                chunk = self.memory.x_scales.at[self.ring.slot(first + i), j, pl.ds(0, t.cols)]
             return load_vector(chunk, 1, is_interpreted=plan.is_interpreted)
 
         return ChunkScales(
@@ -919,9 +925,11 @@ def _memory_types(plan: _Plan, scale_dtype) -> _Memory:
         x_shape = (t.stages, plan.slabs, t.cols, plan.span)
         x = ragged(x_shape, plan.span, plan.operand_dtype, plan.is_ragged)
         squares, readers, reads_rows = None, 0, False
-    copies = plan.weight_copies + (0 if t.held else plan.slabs) + bool(plan.block_rows)
+    copies = plan.weight_copies + (0 if t.held else plan.slabs + bool(plan.block_rows))
     x_scales = peaks = None
-    if plan.block_rows:
+    if plan.block_rows and t.held:
+        x_scales = plgpu.SMEM((plan.k_len // FLOAT8_CHUNK, 8), jnp.float32)
+    elif plan.block_rows:
         x_scales = plgpu.SMEM((t.stages, plan.slabs, t.scale_cols), jnp.float32)
     elif t.held and plan.is_w8a8:
         x_scales = plgpu.SMEM((8,), jnp.float32)

@@ -72,8 +72,8 @@ class WideSums:
 
     Attributes:
         squares: float32 [rows, chunks, 4].
-        peaks: float32 [rows, 1, 4].
-        scales: float32 [8], those of all rows of the CTA: the result.
+        peaks: float32 [rows, 1, 4]; None with groups, whose channels lie in one warp.
+        scales: float32 [8], those of all rows of the CTA: the result. With groups [groups, 8].
     """
 
     squares: Any
@@ -90,7 +90,7 @@ def quantize_wide_rows(
     Args:
         source: The rows; `store` is given 8-bit values.
         gain_gmem: Scale of each channel, if rows are normalised first.
-        coding: What they become; each row has one scale.
+        coding: What they become.
         row_ids: The rows to take. All of them lie in registers.
         sums: Where warps meet.
         eps: Added to the mean square.
@@ -122,7 +122,7 @@ def quantize_wide_rows(
             ]
             # ROUND: to bfloat16, as `rms_norm` does.
             values[i] = [_rounded(v, math).astype(source.dtype) for v in normed]
-    if coding.scale is None:
+    if coding.scale is None and not coding.group_len:
         for i, of_row in enumerate(values):
             greatest = functools.reduce(jnp.maximum, [jnp.abs(v) for v in of_row])
             peaks = _peaks(greatest.astype(jnp.float32), math)
@@ -131,6 +131,17 @@ def quantize_wide_rows(
         values = lax.optimization_barrier(values)
     source.arrived()
     for i, (row, of_row) in enumerate(zip(row_ids, values, strict=True)):
+        if coding.group_len:
+            for start, v in zip(starts, of_row, strict=True):
+                of_groups = sums.scales.at[
+                    pl.ds(start // coding.group_len, chunk // coding.group_len), row
+                ]
+                scaled = _scaled_groups(
+                    v.astype(jnp.float32), of_groups, math, LARGEST[dtype.name],
+                    lanes=coding.group_len * rows.LANES // chunk,
+                )  # fmt: skip
+                source.store(_narrowed(scaled, dtype, math, is_held=True), row, start, math)
+            continue
         if coding.scale is None:
             inverse = _store_scale(
                 sums.peaks.at[i], sums.scales, row, math, LARGEST[dtype.name], shape=shape,
@@ -231,8 +242,7 @@ def _quantize(x, gain, coding: RowCoding, *, eps: float, interpret: bool) -> Qua
             lanes, groups = group_len // vec_len, chunk // group_len
             for v, c, start in zip(values, columns, starts, strict=True):
                 of_groups = scales_gmem.at[pl.ds(lax.div(start, group_len), groups), row]
-                peaks = _peaks(v, math, lanes=lanes)
-                scaled = _scaled_groups(v, peaks, of_groups, math, largest, lanes=lanes)
+                scaled = _scaled_groups(v, of_groups, math, largest, lanes=lanes)
                 values_gmem[row, c] = _narrowed(scaled, dtype, math)
             return
         if has_peaks:
@@ -300,21 +310,21 @@ def _peaks(x, math: rows.Arithmetic, *, lanes: int = WARP):
     return rows.reduce_warps(x, math, first=first, fold=_greatest, plain=plain, lanes=lanes)
 
 
-def _scaled_groups(x, peaks, scales_gmem, math: rows.Arithmetic, most: float, *, lanes: int):
+def _scaled_groups(x, scales_ref, math: rows.Arithmetic, most: float, *, lanes: int):
     """A chunk times the inverse scale of each of its groups; writes their scales.
 
     Args:
         x: [chunk], one run a thread.
-        peaks: [LANES], of `_peaks` with the same `lanes`.
-        scales_gmem: Where the scales of the chunk's groups go.
+        scales_ref: Where the scales of the chunk's groups go.
         math: Of `x`.
         most: What a peak becomes.
         lanes: Threads of a group.
     """
+    peaks = _peaks(x, math, lanes=lanes)
     if math.is_interpreted:
         of_groups = peaks[::lanes]
         largest = lax.optimization_barrier(jnp.full_like(of_groups, most))
-        scales_gmem[...] = of_groups / largest
+        scales_ref[...] = of_groups / largest
         inverse = largest / of_groups
         inverse = jnp.where(jnp.isinf(inverse), 0.0, inverse)
         return x * jnp.repeat(inverse, x.shape[0] // inverse.shape[0])
@@ -336,7 +346,7 @@ def _scaled_groups(x, peaks, scales_gmem, math: rows.Arithmetic, most: float, *,
         registers.flat[0] = rows.instruction("mul.rn.f32")(register, factors)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return emit(x, peaks, scales_gmem)
+    return emit(x, peaks, scales_ref)
 
 
 def _scale_and_inverse(peak, most: float) -> tuple:

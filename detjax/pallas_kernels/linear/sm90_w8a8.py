@@ -28,9 +28,9 @@ from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
 def quantizes_rows(x: RowsToQuantize) -> bool:
-    """Whether a product quantises its rows itself: few values, with a scale a row."""
+    """Whether a product quantises its rows itself: few values."""
     num_rows, width = x.shape
-    if num_rows > 8 or width % 512 or x.group_len:
+    if num_rows > 8 or width % 512:
         return False
     if x.gain is None:
         return num_rows * width <= QUANTIZED_VALUES

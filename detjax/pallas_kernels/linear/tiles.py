@@ -149,6 +149,8 @@ class HeldRows:
     def smem_bytes(self) -> int:
         """Shared memory of 8 rows, what their sums need, barriers and alignment."""
         of_row = self.dtype.itemsize * self.channels
+        if self.dtype == jnp.float8_e4m3fn:
+            of_row += 4 * (self.channels // FLOAT8_CHUNK)  # scales of chunks, if they have some
         in_rows = 8 * (of_row + 16 * (self.channels // held_chunk(self.channels)))
         return in_rows + (1024 if self.dtype == jnp.bfloat16 else 3072)
 
