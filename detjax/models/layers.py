@@ -421,14 +421,17 @@ def mix_experts(
     assert config is not None  # whoever has a router
     residual, eps = stream.residual, ctx.config.rms_norm_eps
     f32 = jnp.dtype(jnp.float32)
+    bias = weights.get("router_bias")
+    leaf_sums = None
     if isinstance(residual, UnaddedSubtrees):
+        leaf_sums, residual = residual.leaf_sums, residual.residual
+    if leaf_sums is not None or (stream.x is None and bias is None):
         logits, residual, x = combine_norm_linear(
-            residual.leaf_sums, residual.residual, weights["mlp_norm"], weights["router"],
+            leaf_sums, residual, weights["mlp_norm"], weights["router"],
             eps=eps, out_dtype=f32, backend=backend,
         )  # fmt: skip
     else:
         x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
-        bias = weights.get("router_bias")
         logits = linear(x, weights["router"], bias, out_dtype=f32, backend=backend)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     shared = _shared_expert(ctx, weights, x)

@@ -10,7 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.linear import sm90 as linear_sm90
-from detjax.pallas_kernels.linear import sm90_flat_matmul, tiles
+from detjax.pallas_kernels.linear import sm90_flat_matmul, sm90_w8a8, tiles
+from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import FlatTiles, Product, choose_tiles
@@ -18,7 +19,7 @@ from detjax.pallas_kernels.moe import sm90 as moe_sm90
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.sm90_combine import read_experts
-from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm, rms_norm
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -128,7 +129,7 @@ def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_
         reader = linear_sm90._read_leaves
     else:
         reader, terms = read_experts, (terms[0].reshape(-1, width), terms[1])
-    norm = InputNorm(gain=gain, terms=tuple(terms), eps=EPS, read_row=reader)
+    norm = InputNorm(gain=gain, terms=tuple(terms), eps=EPS, read_row=reader, keeps_rows=True)
     found = linear_sm90.sum_norm_linear(residual, w, None, norm, out_dtype=F32, interpret=INTERPRET)
     plain = FlatTiles(cols=8, k=256, stages=2, live_rows=16, out_span=64)
     product = matmul(
@@ -136,6 +137,54 @@ def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_
     )
     for a, b, what in zip(found, (product, total, x), ("product", "sum", "rows"), strict=True):
         assert_bitwise_equal(a, b, claim=f"{what}: added and normalised in the product's launch")
+
+
+def test_a_product_that_keeps_its_normalised_rows_in_interpret_mode(one_cta):
+    """Those of a router, whose experts take them too."""
+    x, gain, w = drawn(2, 3, 512), drawn(3, 512), drawn(7, 64, 512, scale=0.05)
+    out, total, rows = linear_sm90.combine_norm_linear(
+        None, x, gain, w, eps=EPS, out_dtype=F32, interpret=INTERPRET
+    )
+    want = rms_norm(x, gain, eps=EPS, interpret=True)
+    assert_bitwise_equal(rows, want, claim="the rows of a norm of its own")
+    assert_bitwise_equal(total, x, claim="the residual stream as it was")
+    plain = FlatTiles(cols=8, k=256, stages=2)
+    product = matmul(
+        want, w, None, None, leaf_len=512, out_dtype=F32, tiles=plain, interpret=INTERPRET
+    )
+    assert_bitwise_equal(out, product, claim="the product of these rows")
+
+
+def eight_bits(kind: str, *dims: int) -> W8A8Matrix:
+    """Weights of 8 bits, with a scale an output or a block of 128 x 128."""
+    dtype = jnp.dtype(jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
+    values = jnp.clip(drawn(8, *dims, scale=20.0).astype(F32), -127, 127)
+    values = (jnp.round(values) if kind == "int8" else values).astype(dtype)
+    *leading, num_out, num_in = dims
+    shape = (num_out // 128, num_in // 128) if kind == "blocks" else (num_out,)
+    scales = np.random.default_rng(9).uniform(0.5, 1.5, (*leading, *shape)) / 500
+    return W8A8Matrix(values=values, scales=jnp.asarray(scales, F32))
+
+
+@pytest.mark.parametrize("kind", quick_and_slow(("blocks",), ("int8",)))
+def test_a_product_of_8_bits_adds_experts_in_interpret_mode(kind, monkeypatch, one_cta):
+    terms, residual = late_terms("experts", 2, 512)
+    gain, w = drawn(3, 512), eight_bits(kind, 128, 512)
+
+    def run():
+        return moe_sm90.combine_experts_norm_linear(
+            *terms, residual, gain, w, None, eps=EPS, out_dtype=F32, interpret=INTERPRET
+        )
+
+    out, total = run()
+    want_total, x = add_apart("experts", terms, residual, gain)
+    rows = sm90_w8a8.quantized(RowsToQuantize(values=x, coding=w.row_coding), interpret=True)
+    plain = FlatTiles(cols=8, k=128, stages=2)
+    want = matmul(
+        rows, w, None, None, leaf_len=512, out_dtype=F32, tiles=plain, interpret=INTERPRET
+    )
+    assert_bitwise_equal(total, want_total, claim="the sum of a launch of its own")
+    assert_bitwise_equal(out, want, claim="the product of four launches")
 
 
 @pytest.mark.parametrize("kind", ["subtrees", "experts"])
@@ -169,20 +218,23 @@ def test_one_row_needs_no_list_in_interpret_mode():
 
 
 @functools.cache
-def layer_weights():
+def layer_weights(kind: str):
     num, width, hidden = QWEN.num_experts, QWEN.width, QWEN.hidden_size
-    return {
-        "router": drawn(10, num, hidden, scale=0.02),
-        "qkv": drawn(11, 5120, hidden, scale=0.02),
-        "gate_up": drawn(12, num, 2 * width, hidden, scale=0.04),
-        "down": drawn(13, num, hidden, width, scale=0.06),
-        "gain": drawn(14, hidden),
+    w = {"router": drawn(10, num, hidden, scale=0.02), "gain": drawn(14, hidden)}
+    dims = {"qkv": (5120, hidden), "gate_up": (num, 2 * width, hidden)}
+    dims["down"] = num, hidden, width
+    if kind != "bfloat16":
+        return w | {name: eight_bits(kind, *shape) for name, shape in dims.items()}
+    scales = {"qkv": 0.02, "gate_up": 0.04, "down": 0.06}
+    return w | {
+        name: drawn(11 + i, *shape, scale=scales[name])
+        for i, (name, shape) in enumerate(dims.items())
     }
 
 
-def layer(leaf_sums, residual) -> dict[str, jax.Array]:
-    """A layer from the subtrees of o to the next q, k and v."""
-    w = layer_weights()
+def layer(leaf_sums, residual, kind: str) -> dict[str, jax.Array]:
+    """A layer from the subtrees of o, or the residual stream, to the next q, k and v."""
+    w = layer_weights(kind)
     logits, total, x = linear_sm90.combine_norm_linear(
         leaf_sums, residual, w["gain"], w["router"], eps=EPS, out_dtype=F32
     )
@@ -199,15 +251,18 @@ def layer(leaf_sums, residual) -> dict[str, jax.Array]:
 
 @pytest.mark.gpu
 @pytest.mark.invariance
-@pytest.mark.parametrize("groups", [2, 4])
-def test_fewer_launches_have_the_bits_of_more(groups, request):
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [(2, "bfloat16"), (4, "bfloat16"), (0, "bfloat16"), (0, "int8"), (0, "fp8"), (0, "blocks")],
+)
+def test_fewer_launches_have_the_bits_of_more(groups, kind, request):
     """Every number of rows that saves launches, against one row more, which saves none."""
-    leaf_sums = drawn(20, groups, 9, QWEN.hidden_size, dtype=F32)
+    leaf_sums = drawn(20, groups or 1, 9, QWEN.hidden_size, dtype=F32)
     residual = (-leaf_sums.sum(0)).astype(BF16)  # what is left shows the order of the sum
     assert_order_sensitive(np.square(np.asarray(residual[0], np.float32)))
-    want = layer(leaf_sums, residual)
+    want = layer(leaf_sums if groups else None, residual, kind)
     request.getfixturevalue("few_launches")
     for m in range(1, 9):
-        found = layer(leaf_sums[:, :m], residual[:m])
+        found = layer(leaf_sums[:, :m] if groups else None, residual[:m], kind)
         for name, value in found.items():
             assert_bitwise_equal(value, want[name][:m], claim=f"{name} of {m} rows of 9")

@@ -294,7 +294,7 @@ def defers_sum(
 
 
 def combine_norm_linear(
-    leaf_sums: Float32[Array, "L M I"],
+    leaf_sums: Float32[Array, "L M I"] | None,
     residual: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
     w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
@@ -307,8 +307,10 @@ def combine_norm_linear(
 
     `total, x = combine_add_rms_norm(leaf_sums, residual, None, gain)`, `out = linear(x, w)`
 
+    Without `leaf_sums`, `total = residual` and `x = rms_norm(residual, gain)`.
+
     Args:
-        leaf_sums: Of `linear_leaf_sums`.
+        leaf_sums: Of `linear_leaf_sums`; None where the residual stream is whole.
         residual: The residual stream.
         gain: Of the norm.
         w: Weights of the second product, (out, in).
@@ -323,12 +325,12 @@ def combine_norm_linear(
         ValueError: If I of the arrays differ.
 
     Numerics:
-        The bits of `combine_add_rms_norm` and `linear` one after the other; on sm90 few rows in one
-        launch.
+        The bits of `combine_add_rms_norm`, or `rms_norm`, and `linear` one after the other; on sm90
+        few rows in one launch.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
     _check_inputs(residual, w)
-    if leaf_sums.shape[1:] != residual.shape:
+    if leaf_sums is not None and leaf_sums.shape[1:] != residual.shape:
         raise ValueError(f"{leaf_sums.shape=} must be [L, M, I] of {residual.shape=}")
     return KERNELS[backend].combine_norm_linear(
         leaf_sums, residual, gain, w, eps=eps, out_dtype=out_dtype

@@ -176,6 +176,9 @@ def combine_norm_linear(
     leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.combine_norm_linear`: the two operations, one after the other."""
+    if leaf_sums is None:
+        x = rms_norm(residual, gain, eps=eps)
+        return linear(x, w, None, out_dtype=out_dtype), residual, x
     total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
     return linear(x, w, None, out_dtype=out_dtype), total, x
 

@@ -105,7 +105,7 @@ def _multiply_one_leaf(
     """`matmul` of one leaf, with tiles chosen by M."""
     rows = Rows.GIVEN
     if isinstance(fused, InputNorm):
-        rows = Rows.SUMMED if fused.terms else Rows.NORMALISED
+        rows = Rows.SUMMED if fused.terms or fused.keeps_rows else Rows.NORMALISED
     product = Product(
         num_rows=x.shape[0],
         num_out=w.shape[0],
@@ -229,7 +229,7 @@ def adds_input(num_rows: int, width: int) -> bool:
 
 def sum_norm_linear(
     residual, w, bias, norm: InputNorm, *, out_dtype, interpret=None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Add terms to a few rows of the residual stream, normalise and multiply, in one launch.
 
     Args:
@@ -241,7 +241,7 @@ def sum_norm_linear(
         interpret: How to interpret it, if so.
 
     Returns:
-        The product, the sum and its normalised rows.
+        The product, the sum if there are terms, and its normalised rows if they are kept.
 
     Numerics:
         The sum is that of `norm.read_row`, in every CTA; then as `norm_linear`.
@@ -268,16 +268,29 @@ def combine_norm_linear(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.combine_norm_linear`: one launch for rows that it `adds_input` of.
 
+    Without sums to add, for rows that it `normalises_input` of.
+
     Numerics:
-        # ORDER, # ROUND: those of `combine_add_rms_norm`, by the same instructions in every CTA;
-        then those of `linear`.
+        # ORDER, # ROUND: those of `combine_add_rms_norm` or `rms_norm`, by the same instructions in
+        every CTA; then those of `linear`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
+    if leaf_sums is None:
+        is_narrow = residual.dtype == w.dtype == jnp.bfloat16
+        if not (is_narrow and normalises_input(*residual.shape)):
+            x = rms_norm(residual, gain, eps=eps)
+            return linear(x, w, None, out_dtype=out_dtype), residual, x
+        norm = InputNorm(gain=gain, eps=eps, keeps_rows=True)
+        out, x = sum_norm_linear(residual, w, None, norm, out_dtype=out_dtype, interpret=interpret)
+        return out, residual, x
     if not adds_input(*residual.shape):
         total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
         return linear(x, w, None, out_dtype=out_dtype), total, x
-    norm = InputNorm(gain=gain, terms=(leaf_sums,), eps=eps, read_row=_read_leaves)
-    return sum_norm_linear(residual, w, None, norm, out_dtype=out_dtype, interpret=interpret)
+    norm = InputNorm(gain=gain, terms=(leaf_sums,), eps=eps, read_row=_read_leaves, keeps_rows=True)
+    out, total, x = sum_norm_linear(
+        residual, w, None, norm, out_dtype=out_dtype, interpret=interpret
+    )
+    return out, total, x
 
 
 def linear_leaf_sums(

@@ -75,6 +75,7 @@ class InputNorm:
         eps: Added to the mean square.
         read_row: `read_row(x_gmem, terms_gmem, row, columns, math)` gives channels of the sum,
             rounded; None without terms.
+        keeps_rows: Whether the normalised rows are a result of the product too.
     """
 
     gain: Any
@@ -82,13 +83,14 @@ class InputNorm:
     coding: RowCoding | None = None
     eps: float = field(metadata={"static": True})
     read_row: Callable | None = field(default=None, metadata={"static": True})
+    keeps_rows: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self):
-        """Refuse terms that nothing reads."""
+        """Refuse terms that nothing reads, and rows that nothing keeps."""
         if (self.read_row is None) != (not self.terms):
             raise ValueError("terms are added to rows that are normalised, by `read_row`")
-        if self.coding is not None and self.terms:
-            raise ValueError("sums of terms are not quantised")
+        if self.coding is not None and self.keeps_rows:
+            raise ValueError("rows that are quantised are not kept")
 
 
 @runtime_checkable
@@ -363,8 +365,8 @@ class _Plan:
         if norm is not None and self.num_rows > 8:
             raise ValueError(f"a product normalises at most 8 rows, not {self.num_rows}")
         if t.held is not None and t.held.copies_rows:
-            if norm is not None and norm.terms:
-                raise ValueError("rows that are copied are not sums of terms")
+            if norm is not None and (norm.terms or norm.keeps_rows):
+                raise ValueError("rows that are copied are not sums of terms, and are not kept")
             if self.num_sharers * self.rows_each > 8:
                 raise ValueError(
                     f"{self.num_sharers=} of {self.rows_each=} would take more than the 8 rows held"
@@ -622,7 +624,7 @@ class _Cta:
 
         def store(values, row, start, math):
             sm90_rows.store_in_slabs(x_smem, values, row, start, math)
-            if norm.terms:
+            if norm.keeps_rows:
                 keep(self.results.normed, values, row, start)
 
         def ready():
@@ -981,10 +983,12 @@ def flat_matmul(
     shape = (num_rows, plan.num_out)
     out_shape = (plan.num_terms, *shape) if plan.num_terms > 1 else shape
     out = jax.ShapeDtypeStruct(out_shape, out_dtype)
-    row_sums = jax.ShapeDtypeStruct(x.shape, x.dtype) if norm and norm.terms else None
+    rows = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total = rows if norm and norm.terms else None
+    normed = rows if norm and norm.keeps_rows else None
     [results] = plgpu.kernel(
         body,
-        out_type=[_Results(out=out, total=row_sums, normed=row_sums)],
+        out_type=[_Results(out=out, total=total, normed=normed)],
         scratch_types=[_memory_types(plan, w.scales.dtype if tiles.coding else None)],
         grid=(min(plan.num_items, NUM_SMS * tiles.ctas_per_sm),),
         grid_names=("cta",),
@@ -999,4 +1003,5 @@ def flat_matmul(
             x_scales=x_scales, w_scales=w_scales,
         )
     )  # fmt: skip
-    return tuple(results) if row_sums else results.out
+    found = tuple(result for result in results if result is not None)
+    return found if len(found) > 1 else results.out

@@ -29,8 +29,9 @@ def matmul(
         bias: [N], or None.
         residual: [M, N], added last, or None.
         fused: What else it does. `InputNorm`: each CTA normalises the activations first, into
-            shared memory; for flat tiles that hold their rows. With terms the results are the
-            product, the sum of activations and terms, and its normalised rows. `RanksSum`: the
+            shared memory; for flat tiles that hold their rows. Behind the product the results are
+            the sum of activations and terms, if there are some, and the normalised rows, if they
+            are kept. `RanksSum`: the
             subtrees of ranks are added to a tile's sum, before its bias; for flat tiles.
             `LowRankRows`: `B h` is added behind the bias; of tall tiles that have one leaf. Where
             CTAs share a tile's leaves it is one term more, the last.

@@ -106,6 +106,9 @@ def quantize_wide_rows(
     shape, dtype = (chunk,), coding.dtype
     gains = [] if gain_gmem is None else [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
     values = [[source.read(row, pl.ds(s, chunk), math) for s in starts] for row in row_ids]
+    for row, of_row in zip(row_ids, values, strict=True):
+        for start, v in zip(starts, of_row, strict=True):
+            source.keep(v, row, start, math)
     if gains:
         for i, of_row in enumerate(values):
             for c, v in enumerate(of_row):

@@ -39,9 +39,11 @@ def quantizes_rows(x: RowsToQuantize) -> bool:
 
 def _multiply(
     x: QuantizedRows | RowsToQuantize, w: W8A8Matrix, bias, residual, *,
-    out_dtype, is_gated: bool = False, interpret=None,
-) -> jax.Array:  # fmt: skip
+    out_dtype, is_gated: bool = False, terms: tuple = (), read_row=None, interpret=None,
+):  # fmt: skip
     """Quantise, multiply and scale: in one launch where rows are few.
+
+    With terms, which only such rows may have, the product and the sum of rows and terms.
 
     Raises:
         NotImplementedError: If N is no multiple of 64, or of 128 where half of it are gates.
@@ -68,7 +70,10 @@ def _multiply(
             coding = x.coding
             if coding.scale is not None:
                 coding = dataclasses.replace(coding, scale=coding.scale.reshape(1))
-            norm, rows = InputNorm(gain=x.gain, coding=coding, eps=x.eps), Rows.QUANTIZED
+            norm, rows = (
+                InputNorm(gain=x.gain, coding=coding, eps=x.eps, terms=terms, read_row=read_row),
+                Rows.QUANTIZED,
+            )
         else:
             x = quantized(x)
     product = Product(
@@ -111,6 +116,26 @@ def w8a8_product(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     return _multiply(x, w, bias, residual, out_dtype=out_dtype)
+
+
+def sum_norm_product(
+    residual, w: W8A8Matrix, bias, norm: InputNorm, *, out_dtype: jnp.dtype, interpret=None
+) -> tuple[jax.Array, jax.Array]:
+    """Add terms to rows, normalise, quantise and multiply in one launch: the product and the sum.
+
+    Args:
+        residual: [M, K], rows that `quantizes_rows`.
+        w: Weights, (out, in).
+        bias: Of the product, or None.
+        norm: The terms, and the norm of the sum.
+        out_dtype: Of the product.
+        interpret: How to interpret it, if so.
+    """
+    rows = RowsToQuantize(values=residual, coding=w.row_coding, gain=norm.gain, eps=norm.eps)
+    return _multiply(
+        rows, w, bias, None, out_dtype=out_dtype, terms=norm.terms, read_row=norm.read_row,
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def w8a8_swiglu(

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.pallas_kernels.linear.api import linear
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
 
@@ -335,11 +334,6 @@ def combine_experts_norm_linear(
     """
     if not y.shape[2] == residual.shape[1] == w.shape[1]:
         raise ValueError(f"{y.shape=}, {residual.shape=} and {w.shape=} must end with the same D")
-    if isinstance(w, W8A8Matrix):
-        total, x = combine_experts_add_rms_norm(
-            y, weights, residual, gain, eps=eps, backend=backend
-        )
-        return linear(x, w, bias, out_dtype=out_dtype, backend=backend), total
     return KERNELS[backend].combine_experts_norm_linear(
         y, weights, residual, gain, w, bias, eps=eps, out_dtype=out_dtype
     )

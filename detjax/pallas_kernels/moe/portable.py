@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from detjax.pallas_kernels.fixed_blocks import COLS, ROWS, num_blocks, pad_axis, run_blocks
 from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
-from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum, w8a8_product
+from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
@@ -326,6 +326,9 @@ def combine_experts_norm_linear(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
     total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    if isinstance(w, W8A8Matrix):
+        rows = RowsToQuantize(values=x, coding=w.row_coding)
+        return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
     return linear(x, w, bias, out_dtype=out_dtype), total
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
-from detjax.pallas_kernels.linear.reference import linear, quantize_rows, scaled_sums
+from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
+from detjax.pallas_kernels.linear.reference import linear, quantize_rows, scaled_sums, w8a8_product
 from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
@@ -119,6 +119,9 @@ def combine_experts_norm_linear(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
     total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    if isinstance(w, W8A8Matrix):
+        rows = RowsToQuantize(values=x, coding=w.row_coding)
+        return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
     return linear(x, w, bias, out_dtype=out_dtype), total
 
 

@@ -6,10 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.linear.quantized import BLOCK, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import BLOCK, RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
+from detjax.pallas_kernels.linear.sm90_w8a8 import quantizes_rows, sum_norm_product, w8a8_product
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
@@ -337,15 +338,23 @@ def combine_experts_norm_linear(
 
     Numerics:
         # ORDER, # ROUND: those of `combine_experts_add_rms_norm`, by the same instructions in every
-        CTA; then those of `linear`.
+        CTA; then those of `linear`, or of `w8a8_product`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
-    if not defers_experts(*residual.shape):
-        total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    is_late, is_w8a8 = defers_experts(*residual.shape), isinstance(w, W8A8Matrix)
+    if is_w8a8:
+        rows = RowsToQuantize(values=residual, coding=w.row_coding, gain=gain, eps=eps)
+        is_late = is_late and quantizes_rows(rows)
+    if not is_late:
+        total, x = combine_experts_add_rms_norm(
+            y, weights, residual, gain, eps=eps, interpret=interpret is not None
+        )
+        if is_w8a8:
+            rows = RowsToQuantize(values=x, coding=w.row_coding)
+            return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
         return linear(x, w, bias, out_dtype=out_dtype), total
     terms = y.reshape(-1, y.shape[-1]), weights
     norm = InputNorm(gain=gain, terms=terms, eps=eps, read_row=read_experts)
-    out, total, _ = sum_norm_linear(
-        residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret
-    )
+    multiply = sum_norm_product if is_w8a8 else sum_norm_linear
+    out, total = multiply(residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret)
     return out, total
