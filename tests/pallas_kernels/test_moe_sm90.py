@@ -518,6 +518,44 @@ def test_interpreted_experts_of_8_bits_agree_with_portable(
     np.testing.assert_allclose(np.asarray(y, np.float32), want, atol=np.abs(want).max() / 100)
 
 
+@pytest.mark.parametrize(
+    ("operands", "num_rows"),
+    [
+        (OperandType.FLOAT8_BLOCKS, 1),
+        pytest.param(OperandType.INT8, 3, marks=pytest.mark.slow),
+        pytest.param(OperandType.INT8, 1, marks=pytest.mark.slow),
+        pytest.param(OperandType.FLOAT8_BLOCKS, 3, marks=pytest.mark.slow),
+        pytest.param(OperandType.FLOAT8, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_experts_quantise_few_rows_themselves(operands, num_rows):
+    """To the bits of launches that only quantise."""
+    x = wide_rows(num_rows, BLOCKY.hidden_size)
+    logits = jnp.asarray(np.random.default_rng(4).normal(size=(num_rows, 4)), jnp.float32)
+    experts = weights_of(operands, BLOCKY)
+    whole = choose_tiles(
+        num_rows=num_rows, top_k=BLOCKY.top_k, num_experts=BLOCKY.num_experts,
+        width=BLOCKY.width, hidden=BLOCKY.hidden_size, operands=operands,
+    )  # fmt: skip
+    assert whole.gate_up.held and bool(whole.down.held) == (num_rows == 1)
+    apart = dataclasses.replace(
+        whole,
+        gate_up=fill_stages(dataclasses.replace(whole.gate_up, held=0)),
+        down=fill_stages(dataclasses.replace(whole.down, held=0)),
+    )
+
+    def run(x, tiles):
+        y, _ = sm90.route_mlp(
+            x, logits, experts, top_k=2, renormalise=True, tiles=tiles, interpret=INTERPRET
+        )
+        return y
+
+    want = run(x, apart)
+    assert_bitwise_equal(run(x, whole), want, claim="quantised in the product's launch")
+    # Control: other rows, so that a scale shows.
+    assert (np.asarray(run(x * 3, whole)) != np.asarray(want)).any()
+
+
 def test_experts_of_8_bits_that_no_kernel_multiplies_are_refused():
     x, ids = wide_rows(3, BLOCKY.hidden_size), jnp.asarray(some_ids(3, BLOCKY))
     matrices = ExpertWeights(

@@ -101,8 +101,11 @@ def quantize_wide_rows(
         no order.
     """
     chunk = held_chunk(source.width)
+    if gain_gmem is None:
+        chunk = max(chunk, 4 * rows.LANES)
     math = rows.strided(chunk, chunk // rows.LANES, is_interpreted)
-    starts = range(0, source.width, chunk)
+    # As in `_quantize`, chunks of rows that are not normalised may overlap.
+    starts = [min(s, source.width - chunk) for s in range(0, source.width, chunk)]
     shape, dtype = (chunk,), coding.dtype
     gains = [] if gain_gmem is None else [math.load(gain_gmem.at[pl.ds(s, chunk)]) for s in starts]
     values = [[source.read(row, pl.ds(s, chunk), math) for s in starts] for row in row_ids]

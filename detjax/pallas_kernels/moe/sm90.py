@@ -29,7 +29,7 @@ from detjax.pallas_kernels.moe.sm90_grouped import (
 from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
 from detjax.pallas_kernels.moe.sm90_schedule import sort_rows
-from detjax.pallas_kernels.moe.sm90_tiles import MlpTiles, choose_tiles
+from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
@@ -48,10 +48,12 @@ def _check_supported(x, w_gate_up, w_down) -> None:
         )
 
 
-def _rows_for(x, w, interpret):
+def _rows_for(x, w, tiles: GroupedTiles, interpret):
     """Rows as the products of an expert's matrix take them."""
     if not isinstance(w, W8A8Matrix):
         return x
+    if tiles.held:
+        return RowsToQuantize(values=x, coding=w.row_coding)
     return quantize_rows(x, w.row_coding, interpret=interpret is not None)
 
 
@@ -75,14 +77,15 @@ def expert_rows(
     first_expert = jnp.asarray(0 if is_whole else first_expert, jnp.int32).reshape(1)
     places = None
     if tiles.is_few:
+        given = _rows_for(x, w_gate_up, tiles.gate_up, interpret)
         hidden, work = grouped_matmul_few(
-            _rows_for(x, w_gate_up, interpret), w_gate_up, expert_ids, first_expert, gate_up_bias,
+            given, w_gate_up, expert_ids, first_expert, gate_up_bias,
             tiles=tiles.gate_up, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     else:
         # WHY: quantised before it is copied, once for all experts, and half as much to copy.
         rows, places, work = sort_rows(
-            _rows_for(x, w_gate_up, interpret), expert_ids, first_expert,
+            _rows_for(x, w_gate_up, tiles.gate_up, interpret), expert_ids, first_expert,
             num_local=w_gate_up.shape[0], tile_rows=tiles.gate_up.tile_rows,
             interpret=interpret is not None,
         )  # fmt: skip
@@ -92,7 +95,7 @@ def expert_rows(
         )  # fmt: skip
     others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
     out = grouped_matmul(
-        _rows_for(hidden, w_down, interpret), w_down, work, *others, bias=down_bias,
+        _rows_for(hidden, w_down, tiles.down, interpret), w_down, work, *others, bias=down_bias,
         tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
     )  # fmt: skip
     return out, None if tiles.by_slot else places
@@ -311,16 +314,16 @@ def route_mlp(
     _check_supported(x, w_gate_up, w_down)
     check_routes(num_experts, top_k)
     gate_up_bias, down_bias, clamp = _parts(extras)
-    first = (_rows_for(x, w_gate_up, interpret), w_gate_up, logits, gate_up_bias)
+    first = (_rows_for(x, w_gate_up, tiles.gate_up, interpret), w_gate_up, logits, gate_up_bias)
     options |= {"tiles": tiles.gate_up, "clamp": clamp, "interpret": interpret}
     if x.shape[0] == 1:
         hidden, ids, weights = routed_matmul_one(*first, **options)
-        rows = _rows_for(hidden, w_down, interpret)
+        rows = _rows_for(hidden, w_down, tiles.down, interpret)
         y = one_row_matmul(rows, w_down, ids[0], down_bias, tiles=tiles.down, interpret=interpret)
     else:
         hidden, work, _, weights = routed_matmul_few(*first, **options)
         y = grouped_matmul(
-            _rows_for(hidden, w_down, interpret), w_down, work, bias=down_bias,
+            _rows_for(hidden, w_down, tiles.down, interpret), w_down, work, bias=down_bias,
             tiles=tiles.down, by_slot=True, interpret=interpret,
         )  # fmt: skip
     return y.reshape(x.shape[0], top_k, x.shape[1]), weights

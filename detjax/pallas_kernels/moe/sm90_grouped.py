@@ -6,6 +6,7 @@ walks tiles of rows and of weights. Few rows are the N operand of wgmma beside 6
 the 64-row one. A tile that is not full multiplies its neighbours' rows too and never stores them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
-from detjax.pallas_kernels.linear.quantized import block_rows_of, operands_of
+from detjax.pallas_kernels.linear.quantized import (
+    FLOAT8_CHUNK,
+    RowsToQuantize,
+    block_rows_of,
+    operands_of,
+)
+from detjax.pallas_kernels.linear.sm90_held_rows import held_block
+from detjax.pallas_kernels.linear.sm90_quantize_rows import WideSums, quantize_wide_rows
 from detjax.pallas_kernels.linear.sm90_sums import (
     COMPILER_PARAMS,
     ChunkScales,
@@ -46,6 +54,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     work_shapes,
 )
 from detjax.pallas_kernels.moe.sm90_tiles import SCALE_ALIGNMENT, GroupedTiles
+from detjax.pallas_kernels.rms_norm.sm90 import WideRows
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
 from detjax.pallas_kernels.sm90_registers import RegisterShares
@@ -114,6 +123,7 @@ class _Operands(NamedTuple):
     ids: Any = None  # [S] int32, the expert of each slot
     first_expert: Any = None  # [1] int32
     bias: Any = None  # [e, N], or [e, 2 F] if gated
+    coding: Any = None  # `RowCoding` of rows that every CTA quantises
 
 
 class _Results(NamedTuple):
@@ -128,8 +138,9 @@ class _Results(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory of a CTA, and its barriers; None where the product has none."""
 
-    x: Any  # [stages, slabs, tile_rows, span] bf16 or of 8 bits
-    x_scales: Any  # [stages, slabs, scale_rows] f32, of blocks
+    x: Any  # [stages, slabs, tile_rows, span] bf16 or of 8 bits; held: [steps, slabs, 8, span]
+    x_scales: Any  # [stages, slabs, scale_rows] f32, of blocks; held: [K / 128, 8], or [8] of rows
+    peaks: Any  # [rows, 1, 4] f32, of rows that are held with one scale each
     w: Any  # [stages, cta_weights, k] bf16 or of 8 bits
     out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
     zeros: Any  # [256] bf16
@@ -274,6 +285,10 @@ class _Plan:
             raise ValueError(f"{t.operands=} do not go with {self.block_rows=}")
         if dtype != self.operand_dtype:
             raise ValueError(f"{t.operands=} do not go with {dtype=}")
+        if t.held not in (0, self.k_len):
+            raise ValueError(f"{t.held=} must be K={self.k_len}, or 0")
+        if t.held and (self.num_rows > 8 or not (self.few or self.is_one_row)):
+            raise ValueError(f"all rows of a launch are held, 8 at most, not {self.num_rows}")
         if self.block_rows % SPAN:
             raise ValueError(f"{self.block_rows=} must be a multiple of {SPAN}")
         if self.k_len % t.k:
@@ -308,7 +323,7 @@ class _Cta:
     @property
     def x_views(self) -> tuple:
         """The rows in shared memory as wgmma and as TMA see them."""
-        return views(self.memory.x, not self.plan.is_interpreted)
+        return views(self.memory.x, not (self.plan.is_interpreted or self.plan.tiles.held))
 
     @property
     def out_views(self) -> tuple:
@@ -363,6 +378,8 @@ class _Cta:
         """Multiply and store the tiles of this CTA."""
         if self.plan.has_register_shares:
             self.plan.registers.take()
+        if self.plan.tiles.held:
+            self.quantize()
         if self.plan.makes_list:
             plgpu.barrier_wait(self.memory.listed)
         one_tile = self.flat_tile if self.plan.tiles.is_swapped else self.tall_tile
@@ -375,6 +392,27 @@ class _Cta:
 
         lax.fori_loop(0, self.num_turns(), one_turn, ())
         plgpu.wait_smem_to_gmem(0)
+
+    def quantize(self) -> None:
+        """Put all rows as 8-bit values into shared memory, while the weights stream in."""
+        plan, memory = self.plan, self.memory
+
+        def read(row, columns, math):
+            return math.load(self.operands.x.at[row, columns])
+
+        def store(values, row, start, math):
+            sm90_rows.store_in_slabs(memory.x, values, row, start, math)
+
+        source = WideRows(
+            width=plan.k_len, dtype=self.operands.x.dtype, read=read, store=store,
+            keep=lambda *_: None, ready=lambda: None, arrived=lambda: None, is_read_again=False,
+        )  # fmt: skip
+        sums = WideSums(squares=None, peaks=memory.peaks, scales=memory.x_scales)
+        quantize_wide_rows(
+            source, None, self.operands.coding, list(range(plan.num_rows)), sums,
+            eps=0.0, is_interpreted=plan.is_interpreted,
+        )  # fmt: skip
+        plgpu.commit_smem()
 
     def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
@@ -417,7 +455,8 @@ class _Cta:
             wg_rows = pl.ds(self.wg * t.wg_rows, t.wg_rows)
             k = pl.ds(s * t.span, t.span)
             if t.is_swapped:
-                plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], x_smem.at[slot, s].T)
+                rows = x_smem.at[i if t.held else slot, s]
+                plgpu.wgmma(acc, w_smem.at[slot, wg_rows, k], rows.T)
             else:
                 plgpu.wgmma(acc, x_smem.at[slot, s, wg_rows], w_smem.at[slot, :, k].T)
 
@@ -477,6 +516,10 @@ class _Cta:
         plan, (first, size) = self.plan, self.wg_first
         if not plan.is_w8a8 or plan.block_rows:
             return None
+        if plan.tiles.held:
+            return load_vector(
+                self.memory.x_scales, self.row_axis, is_interpreted=plan.is_interpreted
+            )
         return load_from_any(
             self.operands.x_scales, row + first, size, self.row_axis,
             is_interpreted=plan.is_interpreted,
@@ -510,6 +553,9 @@ class _Cta:
             return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
 
         def of_rows(i, j):
+            if t.held:
+                chunk = self.memory.x_scales.at[i * plan.slabs + j]
+                return load_vector(chunk, axis, is_interpreted=plan.is_interpreted)
             chunk = self.memory.x_scales.at[self.ring.slot(first + i), j]
             return load_from_any(chunk, place, num_rows, axis, is_interpreted=plan.is_interpreted)
 
@@ -565,7 +611,7 @@ class _Cta:
             return
         for i, slot in enumerate(slots):
             if plan.is_one_row:
-                source, row = 0, slot
+                source, row = slot if t.held and plan.few is None else 0, slot
             elif plan.few is None:
                 source, row = i, slot
             else:
@@ -650,7 +696,7 @@ class _Cta:
                 self.memory.w.at[slot, pl.ds(piece, size)],
                 full,
             )
-        for s in range(plan.slabs):
+        for s in range(0 if plan.tiles.held else plan.slabs):
             plgpu.copy_gmem_to_smem(
                 self.operands.x.at[
                     pl.ds(row, plan.tiles.tile_rows),
@@ -659,7 +705,7 @@ class _Cta:
                 self.x_views[1].at[slot, s],
                 full,
             )
-        if plan.block_rows:
+        if plan.block_rows and not plan.tiles.held:
             # WHY: TMA reads from a multiple of 16 bytes on, also with a tensor's coordinates.
             begin = row - lax.rem(row, jnp.int32(SCALE_ALIGNMENT))
             groups = pl.ds(i * plan.slabs, plan.slabs)
@@ -743,13 +789,19 @@ def _memory_types(plan: _Plan) -> _Memory:
     out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
     x_shape = (t.stages, plan.slabs, t.tile_rows, t.span)
     work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
-    copies = len(plan.weight_pieces) + plan.slabs + bool(plan.block_rows)
+    copies = len(plan.weight_pieces) + (0 if t.held else plan.slabs + bool(plan.block_rows))
     is_routed_row = plan.is_one_row and plan.few is not None
+    if t.held:
+        x = held_block(plan.steps, plan.slabs, dtype, as_one_box=False)
+        scales = (plan.k_len // FLOAT8_CHUNK, 8) if plan.block_rows else (8,)
+    else:
+        x = _rows_block(x_shape, plan.is_interpreted, dtype)
+        scales = (t.stages, plan.slabs, t.scale_rows) if plan.block_rows else None
+    has_peaks = t.held and not plan.block_rows
     return _Memory(
-        x=_rows_block(x_shape, plan.is_interpreted, dtype),
-        x_scales=plgpu.SMEM((t.stages, plan.slabs, t.scale_rows), jnp.float32)
-        if plan.block_rows
-        else None,
+        x=x,
+        x_scales=plgpu.SMEM(scales, jnp.float32) if scales else None,
+        peaks=plgpu.SMEM((plan.num_rows, 1, 4), jnp.float32) if has_peaks else None,
         w=plgpu.SMEM((t.stages, t.cta_weights, t.k), dtype, transforms=tiled(t.span, dtype)),
         out=_rows_block(out_shape, plan.is_interpreted),
         zeros=plgpu.SMEM((256,), jnp.bfloat16) if plan.writes_zeros else None,
@@ -768,8 +820,13 @@ def _grouped(
 ) -> _Results:  # fmt: skip
     """Launch the kernel; what the arguments are says `_Plan`."""
     block_rows = block_rows_of(operands.w)
+    dtype, coding = operands.x.dtype, None
+    if isinstance(operands.x, RowsToQuantize):
+        coding = operands.x.coding
+        if coding.scale is not None:
+            coding = dataclasses.replace(coding, scale=coding.scale.reshape(1))
     x, w, x_scales, w_scales = operands_of(operands.x, operands.w)
-    operands = operands._replace(x=x, w=w, x_scales=x_scales, w_scales=w_scales)
+    operands = operands._replace(x=x, w=w, x_scales=x_scales, w_scales=w_scales, coding=coding)
     num_rows, k_len = operands.x.shape
     num_local, num_weights, _ = operands.w.shape
     plan = _Plan(
@@ -779,7 +836,7 @@ def _grouped(
         writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
-    plan.check(x.dtype)
+    plan.check(dtype)
 
     def body(operands: _Operands, results: _Results, memory: _Memory):
         cta = _Cta(

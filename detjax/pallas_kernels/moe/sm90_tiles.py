@@ -4,7 +4,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from detjax.pallas_kernels.linear.tiles import FLOAT8_COLS, OperandType
+from detjax.pallas_kernels.linear.tiles import FLOAT8_COLS, QUANTIZED_VALUES, OperandType
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES, SPAN
 
 MAX_FEW_ROWS = 8
@@ -52,6 +52,8 @@ class GroupedTiles:
         stages: Stages in shared memory.
         delay: Stages whose products may still run when the next is issued.
         operands: What rows and weights are.
+        held: Channels of the up to 8 rows that every CTA quantises, and holds whole in shared
+            memory; 0 for rows that stream beside the weights.
     """
 
     is_swapped: bool
@@ -62,9 +64,12 @@ class GroupedTiles:
     stages: int = 0
     delay: int = 0
     operands: OperandType = OperandType.BFLOAT16
+    held: int = 0
 
     def __post_init__(self):
         """Refuse what wgmma or TMA cannot do."""
+        if self.held and not (self.cols == 8 and self.is_swapped and self.num_wgs == 1):
+            raise ValueError(f"{self.held=} is of rows that one warpgroup multiplies, not {self}")
         if self.cols % 8 or not 8 <= self.cols <= 256:
             raise ValueError(f"{self.cols=} must be a multiple of 8 in 8..256")
         if not self.is_swapped and self.out_cols % SPAN:
@@ -113,8 +118,15 @@ class GroupedTiles:
     def stage_bytes(self) -> int:
         """Shared memory of one stage."""
         t = self.operands
+        if self.held:
+            return t.num_bytes * self.k * self.cta_weights
         scales = t.scale_bytes * (self.k // self.span) * self.scale_rows
         return t.num_bytes * self.k * (self.tile_rows + self.cta_weights) + scales
+
+    @property
+    def held_bytes(self) -> int:
+        """Shared memory of rows that are held: 8-bit values, and at most a scale for each 128."""
+        return 8 * (self.held + self.held // 32) + 128 if self.held else 0
 
     @property
     def staged_bytes(self) -> int:
@@ -124,7 +136,7 @@ class GroupedTiles:
 
 def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
     """As many stages as fit."""
-    room = SMEM_BYTES - tiles.staged_bytes - _OTHER_BYTES
+    room = SMEM_BYTES - tiles.staged_bytes - tiles.held_bytes - _OTHER_BYTES
     room -= _LIST_BYTES if tiles.is_swapped else 0
     return dataclasses.replace(tiles, stages=min(most, room // tiles.stage_bytes))
 
@@ -154,7 +166,7 @@ def _divisor(length: int, most: int) -> int:
 
 def _flat(
     cols: int, width: int, num_out: int, *, is_gated: bool, operands: OperandType,
-    lone_rows: int = MAX_LONE_ROWS,
+    lone_rows: int = MAX_LONE_ROWS, is_held: bool = False,
 ) -> GroupedTiles:  # fmt: skip
     """Weights as the 64-row operand: their copy is all there is to do."""
     is_paired = cols > lone_rows and num_out % (2 * SPAN) == 0
@@ -164,9 +176,15 @@ def _flat(
     return fill_stages(
         GroupedTiles(
             is_swapped=True, is_gated=is_gated, cols=cols, num_wgs=2 if is_paired else 1,
-            k=_divisor(width, deepest), delay=1, operands=operands,
+            k=_divisor(width, deepest), delay=1, operands=operands, held=width if is_held else 0,
         )
     )  # fmt: skip
+
+
+def _holds(num_rows: int, width: int, operands: OperandType) -> bool:
+    """Whether a product of few rows quantises them itself."""
+    is_few = num_rows <= 8 and num_rows * width <= QUANTIZED_VALUES
+    return operands.num_bytes == 1 and is_few and width >= 512
 
 
 def _tall(width: int, num_out: int, *, is_gated: bool, operands: OperandType) -> GroupedTiles:
@@ -220,8 +238,24 @@ def choose_tiles(
     if operands is OperandType.INT8 and cols > 24:  # widths that wgmma has
         cols = -(-cols // 16) * 16
     return MlpTiles(
-        gate_up=_flat(cols, hidden, width, is_gated=True, operands=operands),
-        down=_flat(cols, width, hidden, is_gated=False, operands=operands, lone_rows=lone_rows),
+        gate_up=_flat(
+            cols,
+            hidden,
+            width,
+            is_gated=True,
+            operands=operands,
+            is_held=is_few and _holds(num_rows, hidden, operands),
+        ),
+        down=_flat(
+            cols,
+            width,
+            hidden,
+            is_gated=False,
+            operands=operands,
+            lone_rows=lone_rows,
+            # WHY, one row: the rows of more would be of many tiles.
+            is_held=num_rows == 1 and is_few and _holds(top_k, width, operands),
+        ),
         is_few=is_few,
         by_slot=cols <= MAX_PLACED_ROWS,
     )
