@@ -440,7 +440,7 @@ def test_a_chosen_number_of_drafts_changes_no_bit(engine, draft, monkeypatch, op
     ]
     expected = engine(max_len=256).generate(asked)
     chosen = itertools.cycle([3] * 5 + [1] * 7 + [0] * 6)
-    monkeypatch.setattr(DraftChoice, "choose", lambda self, num_decoding: next(chosen))
+    monkeypatch.setattr(DraftChoice, "choose", lambda *_, has_prefill: next(chosen))
     knowing = Knowing([(asked[done.request_idx], done) for done in expected])
     made = engine(adapts_drafts=True, drafters=(knowing,), **options)
     assert_same_completions(made.generate(asked), expected)
@@ -448,6 +448,18 @@ def test_a_chosen_number_of_drafts_changes_no_bit(engine, draft, monkeypatch, op
     if options is DRAFT_MODEL:
         names = {key.name for key in made.programs if key.weights == "draft_model"}
         assert any(" 2x1 " in name for name in names) and any(" 2x3 " in name for name in names)
+
+
+def test_a_choice_is_told_whether_the_step_before_read_prompts(engine, draft, monkeypatch):
+    draft.replace_weights(weights_of("the same weights"))
+    told = []
+    monkeypatch.setattr(
+        DraftChoice, "choose", lambda *_, has_prefill: told.append(has_prefill) or 0
+    )
+    made = engine(adapts_drafts=True, **DRAFT_MODEL)
+    sampling = SamplingParams(max_tokens=20, temperature=0.8, seed=1)
+    made.generate([Request(prompt_token_ids=(3, 1, 4), sampling=sampling)])
+    assert told[0] is True and not any(told[1:]) and len(told) > 10
 
 
 def test_the_engine_notes_what_its_steps_take(engine, draft):

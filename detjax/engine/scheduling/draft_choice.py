@@ -4,7 +4,8 @@
 A choice moves tokens between steps, and no bit. For each load, and each number of drafts that an
 engine can make, it keeps the tokens a second of a sequence. The number that was quickest is used.
 Others are tried as long as trials together cost at most a hundredth of the time. Tried at once are
-all numbers at the first load, and at every other load no drafts, where drafts are made.
+all numbers at the first small load, and at every other load no drafts, where drafts are made. A
+large load begins without drafts. Steps that prefill make no trial.
 """
 
 import statistics
@@ -20,11 +21,21 @@ SETTLING = 3
 TRIAL_SHARE = 0.01
 """Most of the time that trials may cost."""
 
-MARGIN = 1.01
-"""Drafts must be quicker than none by this factor."""
+MARGIN, LARGE_MARGIN = 1.01, 1.1
+"""Drafts must be quicker than none by this factor, at small loads and at larger ones.
+
+A load is up to two times another of its name. Where answers end one after another, what is tried
+later is tried with fewer sequences, which are quicker.
+"""
 
 FRESH = 0.5
 """Weight of the newest block in a rate."""
+
+SMALL = 5
+"""Largest load, as `_size` numbers it, at which drafts are tried with no knowledge: below 32."""
+
+LARGE_COST = 2.0
+"""What a step with drafts is believed to cost at larger loads, in steps without."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +43,7 @@ class _Load:
     """What is known at one load; `DraftChoice` alone changes it.
 
     Attributes:
+        is_small: Whether drafts are tried with no knowledge.
         drafts: That windows have now.
         rates: Tokens a second of a sequence, by number of drafts.
         steps_s: Seconds of a step, likewise.
@@ -43,6 +55,7 @@ class _Load:
         loss_s: Seconds that each of them is believed to lose.
     """
 
+    is_small: bool
     drafts: int
     rates: dict[int, float] = field(default_factory=dict)
     steps_s: dict[int, float] = field(default_factory=dict)
@@ -67,9 +80,18 @@ class DraftChoice:
         self._loads: dict[int, _Load] = {}
         self._budget_s = 0.0  # what trials may cost still
 
-    def choose(self, num_decoding: int) -> int:
-        """Return the drafts of windows that open now, once for each step."""
+    def choose(self, num_decoding: int, *, has_prefill: bool = False) -> int:
+        """Return the drafts of windows that open now, once for each step.
+
+        Args:
+            num_decoding: Sequences that decode.
+            has_prefill: Whether the step is believed to prefill, so that nobody notes it.
+        """
         load = self._load(num_decoding)
+        if has_prefill:
+            # WHY: a trial that is never noted never ends. One that the end of 64 answers cut off
+            # went on in all 32 steps that read prompts at this load (simulated, 2026-11-29).
+            return self._best(load) if 0 in load.rates else self._guess(num_decoding, default=0)
         if load.loss_s:
             load.trial_steps += 1
             self._budget_s -= load.loss_s
@@ -101,22 +123,26 @@ class DraftChoice:
 
     def _load(self, num_decoding: int) -> _Load:
         size = _size(num_decoding)
-        load = self._loads.setdefault(size, _Load(drafts=self._choices[-1]))
+        new = _Load(is_small=size <= SMALL, drafts=self._choices[-1])
+        load = self._loads.setdefault(size, new)
         if not load.rates and not load.seconds:
-            # WHY: while prompts are read, and while answers end, loads are passed in a few steps
-            # each. Of which nothing is known they do the fewer of what their neighbours do.
-            beside = (self._best(one) for one in self._neighbours(num_decoding))
-            drafts = min(beside, default=self._choices[-1])
+            drafts = self._guess(num_decoding, default=self._choices[-1])
             if drafts != load.drafts:
                 load.drafts, load.settling = drafts, SETTLING
         return load
 
-    def _neighbours(self, num_decoding: int) -> list[_Load]:
-        """The next larger and the next smaller load of which something is known."""
+    def _guess(self, num_decoding: int, *, default: int) -> int:
+        """Drafts at a load of which nothing is known; `default` if no other load tells."""
+        # WHY: while prompts are read, and while answers end, loads are passed in a few steps each.
+        # They do the fewer of what the next larger and the next smaller load do that have tried
+        # drafts. A small load tells nothing of a large one, where each row of a window costs.
         size = _size(num_decoding)
-        known = sorted(s for s, load in self._loads.items() if load.rates)
-        beside = [s for s in known if s > size][:1] + [s for s in known if s < size][-1:]
-        return [self._loads[s] for s in beside]
+        known = sorted(s for s, load in self._loads.items() if any(load.rates))
+        larger = [s for s in known if s > size][:1]
+        if size > SMALL and not larger:
+            return 0
+        beside = larger + [s for s in known if s < size][-1:]
+        return min((self._best(self._loads[s]) for s in beside), default=default)
 
     def _end_block(self, load: _Load, size: int) -> None:
         """Learn from a block of steps, and say what the next one tries."""
@@ -138,9 +164,10 @@ class DraftChoice:
 
     def _best(self, load: _Load) -> int:
         """The quickest, fewer drafts where they are about as quick."""
+        margin = MARGIN if load.is_small else LARGE_MARGIN
         best = min(load.rates)
         for drafts in sorted(load.rates):
-            if load.rates[drafts] > MARGIN * load.rates[best]:
+            if load.rates[drafts] > margin * load.rates[best]:
                 best = drafts
         return best
 
@@ -149,23 +176,34 @@ class DraftChoice:
         untried = [drafts for drafts in reversed(self._choices) if drafts not in load.rates]
         if 0 in untried:
             return 0  # second: what drafts gain is known then
-        nearest = sorted(self._loads, key=lambda other: (abs(other - size), -other))
-        if untried and not any(self._loads[other].rates for other in nearest[1:]):
+        is_first = not any(one.rates for one in self._loads.values() if one is not load)
+        if untried and load.is_small and is_first:
             return untried[0]
         others = untried[:1] or [drafts for drafts in load.tried if drafts != best]
         if not others or load.drafts != best:
             return best
-        # What a trial may cost is told by the nearest load where it was made.
-        told = (self._loads[other] for other in nearest)
-        known = next((one for one in told if {0, others[0]} <= one.rates.keys()), None)
-        loss_s = 0.0
-        if known is not None:
-            scale = load.steps_s[0] / known.steps_s[0]
-            loss_s = scale * _loss_s(known, others[0], self._best(known))
+        loss_s = self._trial_loss_s(load, others[0], size)
         if self._budget_s < (BLOCK + SETTLING) * loss_s:
             return best
         load.loss_s = loss_s
         return others[0]
+
+    def _trial_loss_s(self, load: _Load, drafts: int, size: int) -> float:
+        """Seconds that each step of a trial is believed to lose, by the nearest load that tried."""
+        tried = [s for s, one in self._loads.items() if {0, drafts} <= one.rates.keys()]
+        tried.sort(key=lambda s: (abs(s - size), -s))
+        telling = [s for s in tried if s >= size or load.is_small]
+        if telling:
+            known = self._loads[telling[0]]
+            scale = load.steps_s[0] / known.steps_s[0]
+            return scale * _loss_s(known, drafts, self._best(known))
+        if load.is_small:  # as what was tried here
+            here = (_loss_s(load, one, self._best(load)) for one in load.rates if one)
+            return min(here, default=0.0)
+        # A smaller load tells what a window commits, and not what it costs.
+        known = self._loads[tried[0]] if tried else None
+        tokens = 1.0 if known is None else known.rates[drafts] * known.steps_s[drafts]
+        return load.steps_s[0] * max(0.0, LARGE_COST - tokens)
 
 
 def _loss_s(load: _Load, drafts: int, best: int) -> float:

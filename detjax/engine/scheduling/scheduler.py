@@ -116,6 +116,7 @@ class Scheduler:
         self.adapters = AdapterSlots(num_adapter_slots)
         self._num_added = 0
         self._step = 0
+        self._has_prefilled = False  # in the last step
         self._prefill_streak = 0
         self.num_preempted = 0
         self.num_prefix_tokens = 0
@@ -274,7 +275,8 @@ class Scheduler:
         for replica in self._replicas:
             assert not replica.prefixes.has_coming, "confirm_launch() was not called"
         self._step += 1
-        self._speculation.switch(self.running)
+        self._speculation.switch(self.running, has_prefill=self._has_prefilled)
+        self._has_prefilled = False
         batch = ScheduledBatch.empty(len(self._replicas))
         if self._prefill_streak < self._config.max_prefill_streak:
             self._admit(batch)
@@ -465,6 +467,7 @@ class Scheduler:
         batch.prefill_shape = shape = self._choose_prefill_shape(most_tokens)
         if shape is None:
             return
+        self._has_prefilled = True
         num_rows, length = shape
         for replica, rows in zip(self._replicas, batch.prefills, strict=True):
             for seq in replica.prefilling()[:num_rows]:

@@ -72,8 +72,13 @@ class Speculation:
 
     # ------------------------------------------------------------------------------------- drafting
 
-    def switch(self, running: abc.Sequence[Sequence]) -> None:
-        """Draft while few do, and as long as it pays; once it is off, when clearly fewer do."""
+    def switch(self, running: abc.Sequence[Sequence], *, has_prefill: bool) -> None:
+        """Draft while few do, and as long as it pays; once it is off, when clearly fewer do.
+
+        Args:
+            running: Sequences.
+            has_prefill: Whether the step is believed to prefill.
+        """
         decoding = [s for s in running if s.is_prefilled]
         self._num_decoding = len(decoding)
         if not decoding:
@@ -85,7 +90,7 @@ class Speculation:
         scale = 1.0 if self._is_small_batch else 0.8
         self._is_small_batch = not most or len(decoding) <= max(1, scale * most)
         if self._choice is not None:
-            self._most = self._choice.choose(len(decoding))
+            self._most = self._choice.choose(len(decoding), has_prefill=has_prefill)
 
     @property
     def plan(self) -> DraftPlan:
