@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts on Hopper: rows sorted by expert, grouped products, rows combined."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,7 +30,7 @@ from detjax.pallas_kernels.moe.sm90_grouped import (
 from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
 from detjax.pallas_kernels.moe.sm90_schedule import sort_rows
-from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles
+from detjax.pallas_kernels.moe.sm90_tiles import GroupedTiles, MlpTiles, choose_tiles, fill_stages
 from detjax.pallas_kernels.rms_norm.sm90 import row_sum
 
 
@@ -94,9 +95,11 @@ def expert_rows(
             by_slot=False, clamp=clamp, interpret=interpret,
         )  # fmt: skip
     others = () if is_whole or not tiles.by_slot else (expert_ids.reshape(-1), first_expert)
+    # Rows of a list of tiles are not held: they are of many tiles.
+    down = fill_stages(dataclasses.replace(tiles.down, held=0)) if tiles.down.held else tiles.down
     out = grouped_matmul(
-        _rows_for(hidden, w_down, tiles.down, interpret), w_down, work, *others, bias=down_bias,
-        tiles=tiles.down, by_slot=tiles.by_slot, interpret=interpret,
+        _rows_for(hidden, w_down, down, interpret), w_down, work, *others, bias=down_bias,
+        tiles=down, by_slot=tiles.by_slot, interpret=interpret,
     )  # fmt: skip
     return out, None if tiles.by_slot else places
 
