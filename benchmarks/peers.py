@@ -83,7 +83,7 @@ class Worker:
         files = Path(args.folder) / "logs" / f"{name}-{time.time_ns()}"
         files.mkdir(parents=True)
         environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": str(gpu_idx), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": visible_gpu(gpu_idx), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", **kind.environment,
             # WHY: 75 % of an H100, JAX's default, have no room for 256 sequences of 1130 tokens
             # beside weights of bfloat16. vLLM takes 92 %.
@@ -150,6 +150,12 @@ class Worker:
             except ProcessLookupError:
                 return
             time.sleep(0.1)
+
+
+def visible_gpu(gpu_idx: int) -> str:
+    """What CUDA_VISIBLE_DEVICES says of a GPU that this process sees as `gpu_idx`."""
+    visible = [it for it in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if it]
+    return visible[gpu_idx] if visible else str(gpu_idx)
 
 
 def search_path(package: str, args: argparse.Namespace) -> str:

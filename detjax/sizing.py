@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from detjax.engine.config import MOSTLY_USEFUL, EngineConfig
-from detjax.engine.running.memory import enough_local, gather_room, pages_that_fit
+from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
@@ -56,7 +56,6 @@ def choose_sizes(
         ValueError: If a value is out of range, or the cache does not hold `max_len` tokens.
     """
     dp, is_gpu = model.mesh.shape[DP_AXIS], model.backend.platform == "gpu"
-    gather_room(model)
     models = (model,) if draft_model is None else (model, draft_model)
     context = min(one.config.max_position_embeddings for one in models)
     # Checked with as many sequences as may be, before anything is divided by what was asked for.

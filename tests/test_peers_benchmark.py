@@ -133,6 +133,16 @@ def test_engines_run_side_by_side_and_one_that_fails_stops_no_other(processes):
     assert all(process.poll() is not None for process in processes)
 
 
+def test_an_engine_gets_a_gpu_that_this_process_may_use(monkeypatch):
+    """GPU 1 of a host is the first of a process that sees it alone; another may hold GPU 0."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert peers.visible_gpu(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert peers.visible_gpu(0) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a")
+    assert peers.visible_gpu(1) == "GPU-5a"
+
+
 def test_an_engine_ends_with_the_process_that_has_started_it(tmp_path):
     """A run that is killed leaves no engine on a GPU."""
     engine = (

@@ -338,10 +338,7 @@ def place_model(
         root=(__name__, *modules_of(backend)),
         asked_of=(config, profile, backend, weight_cast, quantization, max_len, repr(mesh)),
     )
-    # WHY, before the weights: behind them it would part what the cache may have.
-    tables = [
-        jax.device_put(table, NamedSharding(mesh, P())) for table in model_rope_tables(config)
-    ]
+    tables = model_rope_tables(config)
     params = make_params()
     specs = with_packed_specs(specs, params)
     if matrix_form is MatrixForm.W8A8:
@@ -367,7 +364,7 @@ def place_model(
         config=config,
         params=params,
         partition_specs=specs,
-        rope_tables=tuple(tables),
+        rope_tables=tuple(jax.device_put(t, NamedSharding(mesh, P())) for t in tables),
         mesh=mesh,
         profile=profile,
         backend=backend,

@@ -516,8 +516,10 @@ def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding
     rows = RowsToQuantize(values=x, coding=coding, gain=gain, eps=1e-5)
     assert sm90_w8a8.quantizes_rows(rows)
 
-    def product(x, norm=None, held=None) -> jax.Array:
-        tiles = FlatTiles(cols=8, stages=3, k=128, held=held)
+    def product(x, norm=None, held=None, live_rows=0) -> jax.Array:
+        tiles = FlatTiles(
+            cols=8, stages=3, k=128, held=held, live_rows=live_rows, out_span=4 * live_rows or 128
+        )
         return matmul(
             x, w, None, None, norm, leaf_len=1024, out_dtype=F32, tiles=tiles, interpret=INTERPRET
         )
@@ -526,6 +528,10 @@ def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding
     found = product(rows, InputNorm(gain=gain, coding=coding, eps=1e-5), held)
     want = product(sm90_w8a8.quantized(rows, interpret=True))
     assert_bitwise_equal(found, want, claim="the bits of two launches")
+    if num_rows == 5:
+        norm = InputNorm(gain=gain, coding=coding, eps=1e-5)
+        found = product(rows, norm, held, live_rows=32)
+        assert_bitwise_equal(found, want, claim="the same by tiles of part of a block")
     # Control: another scale.
     if num_rows > 1 and not coding.bound and not coding.group_len:
         other = dataclasses.replace(coding, scale=jnp.asarray([0.02], F32))

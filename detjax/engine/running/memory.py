@@ -3,13 +3,11 @@
 
 import math
 import sys
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from detjax.engine.config import (
     DRAFTS_OF_OTHERS,
@@ -28,8 +26,6 @@ _PREFIX_SHARE = 8
 CPU_CACHE_BYTES = 2**30
 """Most that a cache takes of the host's memory where nobody says how much; a quarter of what is
 free where that is less."""
-STILL_S = 1.0
-"""So long no buffer of a copy that has ended was freed: then none is waited for."""
 
 
 def no_local_pages(num_pages: int) -> int:
@@ -164,7 +160,7 @@ def check_memory(
         wanted, where = a_device, "a device"
         free = stats.get("bytes_limit", a_device) - held_bytes(model)[devices[0]]
         if "bytes_limit" in stats and (largest := largest_buffer(stats)) < min(free, wanted):
-            free, where = largest, "the largest piece of its memory"
+            free, where = largest, "a region that XLA_PYTHON_CLIENT_PREALLOCATE=false leaves"
     if wanted > free:
         raise ValueError(
             f"a cache of {num_pages} pages takes {wanted / 2**30:.1f} GiB, and {where} has "
@@ -186,10 +182,10 @@ def pages_that_fit(
     On a GPU: of JAX's share of each GPU's memory (`bytes_limit`: 75 % of the GPU unless the
     environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), `gpu_memory_utilization` for
     weights and cache together, less other arrays that are there; the rest is for activations and
-    compiled programs. It is no more than `largest_buffer`, which `gather_room` makes larger. On the
-    CPU: a quarter of the free memory, 1 GiB at most. 8-bit drafts are counted with the weights.
-    Room is a multiple of 64 MiB where there is as much, so that a second start chooses the same
-    number: a program is compiled for one number of pages.
+    compiled programs. It is no more than `largest_buffer`. On the CPU: a quarter of the free
+    memory, 1 GiB at most. 8-bit drafts are counted with the weights. Room is a multiple of 64 MiB
+    where there is as much, so that a second start chooses the same number: a program is compiled
+    for one number of pages.
 
     Args:
         model: Loaded.
@@ -288,64 +284,13 @@ def largest_buffer(stats: Mapping[str, int]) -> int:
 
     With XLA_PYTHON_CLIENT_PREALLOCATE=false the allocator takes memory region by region, the next
     twice as large, and no buffer may lie in two. Beside weights of 16 GiB, in a region of 32, 126
-    GiB have no room for a cache of 98. In one region a buffer between others may be in the way.
+    GiB have no room for a cache of 98.
     """
     limit = stats["bytes_limit"]
     taken = stats.get("pool_bytes", limit)
-    return max(limit - taken, stats.get("largest_free_block_bytes", limit))
-
-
-def gather_room(model: LoadedModel) -> None:
-    """Make the largest buffer that a GPU may still give as large as what is free.
-
-    Buffers of copies that have ended are waited for. Weights that lie behind holes, which other
-    buffers have left, are moved there, unless processes share the mesh.
-    """
-    devices = [d for d in model.mesh.local_devices if d.platform == "gpu"]
-    held = held_bytes(model)
-    stats = [_settled(device, held[device]) for device in devices]
-    is_split = any(
-        largest_buffer(its) < its["bytes_limit"] - its["bytes_in_use"] - ROOM_STEP_BYTES
-        for its in stats
-        if "bytes_limit" in its
-    )
-    if is_split and jax.process_count() == 1:
-        move_weights_down(model)
-
-
-def _settled(device: jax.Device, held: int) -> Mapping[str, int]:
-    """Statistics of a device when its allocator counts what arrays hold, or no longer counts less.
-
-    Others than arrays may hold memory, so what has stood still for `STILL_S` is not waited for.
-    """
-    stats, since_s = device.memory_stats() or {}, time.monotonic()
-    while stats.get("bytes_in_use", 0) > held + ROOM_STEP_BYTES:
-        time.sleep(0.02)
-        found = device.memory_stats() or {}
-        if found["bytes_in_use"] < stats["bytes_in_use"]:
-            since_s = time.monotonic()
-        stats = found
-        if time.monotonic() - since_s > STILL_S:
-            break
-    return stats
-
-
-def move_weights_down(model: LoadedModel) -> None:
-    """Copy the weights at the highest addresses to lower ones, where the allocator has room there.
-
-    The allocator gives the smallest hole that is large enough.
-    """
-    moved: dict[int, jax.Array] = {}
-    for leaf in sorted(_distinct(model.own_weights()), key=_address, reverse=True):
-        copy = jax.block_until_ready(jnp.copy(leaf))
-        if _address(copy) > _address(leaf):
-            break
-        moved[id(leaf)] = copy
-    model.params.update(jax.tree.map(lambda leaf: moved.get(id(leaf), leaf), model.own_weights()))
-
-
-def _address(array: jax.Array) -> int:
-    return array.addressable_shards[0].data.unsafe_buffer_pointer()
+    if taken >= limit:
+        return limit  # one region: what nobody holds is free
+    return max(limit - taken, stats.get("largest_free_block_bytes", 0))
 
 
 def _distinct(params: dict) -> list[jax.Array]:
