@@ -83,7 +83,8 @@ class Worker:
         files = Path(args.folder) / "logs" / f"{name}-{time.time_ns()}"
         files.mkdir(parents=True)
         environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": visible_gpu(gpu_idx), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": visible_gpu(gpu_idx),
+            "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", **kind.environment,
             # WHY: 75 % of an H100, JAX's default, have no room for 256 sequences of 1130 tokens
             # beside weights of bfloat16. vLLM takes 92 %.
