@@ -67,9 +67,6 @@ where those of 64 would leave half of the multiprocessors idle; 0 turns it off.
 `down` of 8 rows of the 8B shape: 18.6 us, and 19.5 by tiles of 64 (one H200, 2026-11).
 """
 
-PART_ROWS = 64
-"""The like, if the product quantises its rows: fewest weights of a tile; 64 turns it off."""
-
 NARROW_ROWS = 8
 """Weights of a tile of such a product: 8, 16 or 32, so that more CTAs load them; 0 for all 64."""
 
@@ -631,13 +628,12 @@ def _w8a8_tiles(p: Product) -> MatmulTiles:
             is_gated=True,
         )
     blocks = p.num_out // BLOCK
-    live_rows = PART_ROWS if p.rows is Rows.QUANTIZED else BLOCK // 2
-    while live_rows < BLOCK and p.num_out // live_rows > NUM_SMS:
-        live_rows *= 2
-    if p.num_rows <= HALF_ROWS and live_rows < BLOCK and not p.has_bias:
+    is_few = p.num_rows <= HALF_ROWS and p.rows is Rows.GIVEN
+    if is_few and 2 * blocks <= NUM_SMS and not p.has_bias:
+        half = BLOCK // 2
         return FlatTiles(
             cols=_w8a8_cols(p.num_rows), k=_largest_divisor(p.leaf_len, 256), stages=2,
-            live_rows=live_rows, out_span=live_rows * p.out_bytes,
+            live_rows=half, out_span=half * p.out_bytes,
         )  # fmt: skip
     parts = max(1, min(NUM_SMS // blocks, -(-p.num_rows // 32)))
     cols = _w8a8_cols(-(-p.num_rows // parts))
