@@ -79,6 +79,18 @@ def test_narrow_tiles_in_interpret_mode(live_rows, one_cta):
     assert_bitwise_equal(out, want, claim="how many weights a tile has changes no bit")
 
 
+def test_narrow_tiles_of_many_rows_in_interpret_mode(one_cta):
+    """As a router of 24 rows has them: three tiles of rows by four of weights."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.integers(-8, 9, shape), BF16) for shape in ((24, 256), (64, 256)))
+    product = functools.partial(matmul, leaf_len=256, out_dtype=F32, interpret=INTERPRET)
+    chosen = choose_tiles(Product(num_rows=24, num_out=64, num_leaves=1, leaf_len=256, out_bytes=4))
+    assert isinstance(chosen, FlatTiles) and (chosen.cols, chosen.live_rows) == (8, 16)
+    out = product(x, w, None, None, tiles=chosen)
+    want = product(x, w, None, None, tiles=FlatTiles(cols=24, stages=3))
+    assert_bitwise_equal(out, want, claim="how many weights and rows a tile has changes no bit")
+
+
 def test_narrow_tiles_refuse_nonsense():
     with pytest.raises(ValueError, match="self.live_rows=24"):
         FlatTiles(cols=8, stages=3, live_rows=24)
@@ -96,6 +108,7 @@ def test_a_router_is_cut_into_narrow_tiles(few_launches):
         return found
 
     assert chosen(1, 128).live_rows == chosen(8, 512).live_rows == 16
+    assert chosen(64, 128).live_rows == chosen(128, 512).live_rows == 16
     assert not chosen(9, 128).live_rows and not chosen(1, 5120).live_rows
 
 

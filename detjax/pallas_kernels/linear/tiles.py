@@ -58,7 +58,11 @@ FLOAT8_COLS = 128
 """Most columns of a tile of float8 for 64 rows of a warpgroup."""
 
 NARROW_OUT = 512
-"""Outputs of a product of up to 8 rows, as a router's, that few tiles of 64 weights would make."""
+"""Outputs of a product, as a router's, that few tiles of 64 weights would make."""
+
+NARROW_TILE, MOST_NARROW = 16, 128
+"""Weights of a tile of such a product of more than 8 rows, in whole eights, of which a tile has 8;
+and its most rows. 0 turns it off."""
 
 HALF_ROWS = 8
 """Up to so many rows, if another launch quantises them, a product of 8 bits has tiles of 32 weights
@@ -477,6 +481,13 @@ def _cut(p: Product) -> MatmulTiles:
         return _stream_weights(p, is_whole=True)
     if p.is_w8a8:
         return _w8a8_tiles(p)
+    # Rows that are no whole eights are staged as no part of a tile could be stored.
+    has_eights = 8 < p.num_rows <= MOST_NARROW and p.num_rows % 8 == 0
+    if _is_router(p) and has_eights and p.rows is Rows.GIVEN and p.added is Added.NOTHING:
+        return FlatTiles(
+            cols=8, k=_largest_divisor(p.leaf_len, 256), stages=2,
+            live_rows=NARROW_TILE, out_span=4 * NARROW_TILE,
+        )  # fmt: skip
     if p.rows is Rows.PARTS and 128 < p.num_rows <= 192:
         return _three_row_blocks(p.num_out, p.num_leaves, p.leaf_len)
     if p.num_rows <= 32 or (p.num_rows <= 64 and (p.num_leaves > 1 or p.num_out <= widest)):
@@ -491,11 +502,15 @@ def _cut(p: Product) -> MatmulTiles:
     return _one_leaf_tiles(p)
 
 
+def _is_router(p: Product) -> bool:
+    """Whether a product is as a router's, in float32: no GPU has run narrow tiles of others."""
+    is_plain = p.num_leaves == 1 and p.out_bytes == 4 and p.num_out <= NARROW_OUT
+    return is_plain and not (p.is_gated or p.has_bias or p.has_residual or p.is_w8a8)
+
+
 def _narrow(tiles: FlatTiles, p: Product) -> FlatTiles:
-    """Narrow tiles for a router's product, in float32: no GPU has run them of another dtype."""
-    is_plain = p.num_leaves == 1 and p.out_bytes == 4
-    is_plain = is_plain and not (p.is_gated or p.has_bias or p.has_residual or p.is_w8a8)
-    if not (is_plain and p.num_rows <= 8 and p.num_out <= NARROW_OUT and NARROW_ROWS):
+    """Narrow tiles for a router's product of up to 8 rows."""
+    if not (_is_router(p) and p.num_rows <= 8 and NARROW_ROWS):
         return tiles
     return dataclasses.replace(tiles, live_rows=NARROW_ROWS, out_span=NARROW_ROWS * p.out_bytes)
 
