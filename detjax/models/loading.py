@@ -439,10 +439,11 @@ def load_model(
     stored = read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, config, profile, backend)
     scheme = _scheme_of(folder, form)
-    if form is MatrixForm.W8A8 and config.has_shared_expert:
+    why_not = KERNELS[backend].why_not_quantised
+    if form is MatrixForm.W8A8 and config.has_shared_expert and why_not:
         raise ValueError(
-            "quantized_weights='w8a8' does not go with a shared expert, whose products would stay "
-            "in bfloat16; use 'auto'"
+            "quantized_weights='w8a8' does not go with matrices of a shared expert on "
+            f"{backend.value}: {why_not}; use 'auto', or another backend"
         )
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
@@ -500,9 +501,10 @@ def _matrix_form(
         raise ValueError(f"quantized_weights={mode!r} must be one of {list(MODES)}")
     is_bfloat16 = profile.param_dtype.name == "bfloat16"
     is_read_otherwise = bool(readings(config, profile.param_dtype))
-    can_pack = scheme is not None and scheme.layout != MXFP4 and not is_read_otherwise
+    can_pack = scheme is not None and scheme.layout != MXFP4
     if mode in ("auto", "expanded"):
         packs = mode == "auto" and can_pack and is_bfloat16 and KERNELS[backend].reads_codes
+        packs = packs and not is_read_otherwise
         return MatrixForm.PACKED if packs else MatrixForm.EXPANDED
     if scheme is None:
         raise ValueError(
@@ -513,10 +515,11 @@ def _matrix_form(
             f"quantized_weights={mode!r} does not go with {str(scheme)!r}: products read codes of "
             "matrices, and these are experts; use 'auto'"
         )
-    if not can_pack:
+    if is_read_otherwise and (why_not := KERNELS[backend].why_not_quantised):
         raise ValueError(
-            f"quantized_weights={mode!r} does not go with a model of {config.family!r}, whose "
-            "checkpoint stores tensors otherwise than they are read; use 'auto', which expands them"
+            f"quantized_weights={mode!r} does not go with a model of {config.family!r} on "
+            f"{backend.value}, whose checkpoint stores tensors otherwise than they are read: "
+            f"{why_not}; use 'auto', which expands them, or another backend"
         )
     if not is_bfloat16 or mode == "w8a8" and profile.activation_dtype.name != "bfloat16":
         raise ValueError(

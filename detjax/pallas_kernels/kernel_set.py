@@ -36,6 +36,8 @@ class KernelSet(Protocol):
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
         why_no_expert_adapters: Why products of experts may have none; "" if they may.
+        why_not_quantised: Why quantised rows that a model reads in another order than they are
+            stored in, and those of a shared expert, may not stay that; "" if they may.
     """
 
     takes_every_model: bool
@@ -44,6 +46,7 @@ class KernelSet(Protocol):
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
     why_no_expert_adapters: str
+    why_not_quantised: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""

@@ -72,6 +72,7 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 why_no_expert_adapters = ""
+why_not_quantised = ""
 
 
 def why_not_here() -> str | None:

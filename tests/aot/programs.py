@@ -656,7 +656,7 @@ PROGRAMS = {
     "w8a8_float8_64": lambda: w8a8(64, jnp.float8_e4m3fn),
     **{
         f"w8a8_blocks_{n}": lambda n=n: w8a8(n, jnp.float8_e4m3fn, has_blocks=True)
-        for n in (8, 64, 128, 256, 4000)
+        for n in (1, 8, 64, 128, 256, 4000)
     },
     "adapted_1": lambda: adapted(1),
     "adapted_64": lambda: adapted(64),

@@ -15,7 +15,7 @@ So a quantised model **is** a bfloat16 model, its expansion: same kernels, same 
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,6 +301,21 @@ class ExpandedRows:
         """Input channels of a group; 0 if a row has one scale."""
         return self.scheme.block[1]
 
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale; 0 if all do."""
+        return self.scheme.block[0]
+
+    def moved(self, order: np.ndarray) -> "ExpandedRows":
+        """Rows in another order, or some of them: `order` says which row each is."""
+        if np.array_equal(order, np.arange(self.shape[0])):
+            return self
+        return MovedRows(
+            name=self.name, codes=self.codes, scales=self.scales, zeros=self.zeros,
+            shape=(len(order), self.shape[1]), scheme=self.scheme, input_scale=self.input_scale,
+            whole=self, order=order,
+        )  # fmt: skip
+
     def row_scale(self) -> float:
         """The scale of all activations.
 
@@ -417,6 +432,57 @@ class ExpandedRows:
         spread = np.repeat(of_groups, size, axis=1)
         first = left - left // size * size
         return spread[:, first : first + right - left]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MovedRows(ExpandedRows):
+    """Rows of a quantised matrix as a decoder reads them, which stay quantised.
+
+    Attributes:
+        whole: The matrix of the checkpoint.
+        order: Which row of it each row is.
+    """
+
+    whole: ExpandedRows
+    order: np.ndarray
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Expand some rows and columns."""
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        return self.whole[self.order[rows], columns]
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale; 0 if all do.
+
+        Runs of so many rows lie in a block of the checkpoint each, and so do all that follow.
+        """
+        size = self.whole.block_rows
+        blocks = self.order // size if size else self.order
+        while size > 1:
+            runs = blocks[: len(blocks) // size * size].reshape(-1, size)
+            if len(blocks) % size == 0 and (runs == runs[:, :1]).all():
+                break
+            size //= 2
+        return size
+
+    def unsigned_codes(self, rows: slice, columns: slice) -> np.ndarray:
+        """As of any rows."""
+        return self._moved(self.whole.unsigned_codes, rows, columns)
+
+    def group_scales(self, rows: slice, groups: slice) -> np.ndarray:
+        """As of any rows."""
+        return self._moved(self.whole.group_scales, rows, groups)
+
+    def group_zeros(self, rows: slice, groups: slice) -> np.ndarray:
+        """As of any rows."""
+        return self._moved(self.whole.group_zeros, rows, groups)
+
+    def _moved(self, read: Callable, rows: slice, columns: slice) -> np.ndarray:
+        order = self.order[rows]
+        lowest = int(order.min(initial=self.whole.shape[0]))
+        between = read(slice(lowest, int(order.max(initial=lowest)) + 1), columns)
+        return between[order - lowest]
 
 
 def scale_shape(shape: tuple[int, int], scheme: QuantizationScheme) -> tuple[int, ...]:

@@ -49,6 +49,9 @@ class MatrixForm(enum.Enum):
     W8A8 = "8-bit values, multiplied with activations of 8-bit values"
 
 
+_MULTIPLIED = ParamRole.MATRIX, ParamRole.PROJECTION
+
+
 def kept_form(
     param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int, form: MatrixForm
 ) -> MatrixForm:
@@ -66,7 +69,7 @@ def kept_form(
     if not quantized:
         return MatrixForm.EXPANDED
     is_matrix = all(
-        (spec.role is ParamRole.MATRIX or spec.num_experts) and not _is_padded(spec)
+        (spec.role in _MULTIPLIED or spec.num_experts) and not _is_padded(spec)
         for spec in param.tensors
     )
     if not is_matrix or len(quantized) < len(stored):
@@ -200,8 +203,8 @@ def _w8a8_partitions(
 def _block_rows(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh) -> int:
     """Rows that share a scale on the devices: each run of rows is whole blocks on each rank."""
     if spec.num_experts:  # ranks have whole experts
-        return math.gcd(rows.scheme.block[0], rows.shape[0])
-    sizes = [rows.scheme.block[0], spec.shape[0] // mesh.shape[TP_AXIS]]
+        return math.gcd(rows.block_rows, rows.shape[0])
+    sizes = [rows.block_rows, spec.shape[0] // mesh.shape[TP_AXIS]]
     if not any(_axes(spec)):
         sizes[1] = spec.shape[0]
     sizes += [size for run in spec.runs for size in (run.start, run.source, run.num_rows)]
@@ -248,7 +251,7 @@ def place_w8a8(
     def values(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # jax passes None only for shapes it does not know
         bounds = tuple(i.indices(n)[:2] for i, n in zip(index, spec.shape, strict=True))
-        part = read(ExpandedRows.unsigned_codes, np.uint8, bounds)
+        part = read(lambda of, *part: of.unsigned_codes(*part), np.uint8, bounds)
         return part.view(dtype) if is_float else (part ^ np.uint8(SIGN_BIT)).view(dtype)
 
     def of_groups(of: ExpandedRows, rows: slice, groups: slice) -> np.ndarray:

@@ -21,7 +21,7 @@ from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.family import ExpertStack, Family
 from detjax.models.hf_config import read_quantization
 from detjax.models.params import EMBED_NAME, HEAD_NAME, TensorSpec, tensor_specs
-from detjax.models.quantization.expand import expand_tensors
+from detjax.models.quantization.expand import ExpandedRows, expand_tensors
 from detjax.models.registry import family_named
 from detjax.models.weights.files import StoredTensor, open_tensors
 from detjax.models.weights.host import have_same_bits
@@ -76,8 +76,8 @@ class Reading:
         """Put the decoder's tensor, with a checkpoint's values, where it is read from."""
         out[self.order] = tensor
 
-    def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ReadRows":
-        """Rows of the decoder's tensor, read when they are indexed.
+    def rows_of(self, rows: Any, shape: tuple[int, ...], where: str) -> "ReadRows | ExpandedRows":
+        """Rows of the decoder's tensor, read when they are indexed; quantised ones stay that.
 
         Args:
             rows: The checkpoint's, of `shape`.
@@ -92,6 +92,8 @@ class Reading:
                 f"{where} has shape {shape}, but config.json makes it {self.source_rows} rows; "
                 "they are of different models"
             )
+        if isinstance(rows, ExpandedRows) and not self.changes_values:
+            return rows.moved(self.order)
         return ReadRows(self, rows)
 
     @property
