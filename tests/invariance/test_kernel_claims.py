@@ -477,6 +477,13 @@ def _cases() -> dict[str, Case]:
             call=lambda leaves, r: _combine_and_multiply(leaves, r, gain, w),
             rows=(f32(rng, M, 2, K), bf16(rng, M, K)),
         ),
+        "combine_norm_linear, whole stream": Case(
+            kernel=combine_norm_linear,
+            call=lambda r: jnp.concatenate(
+                combine_norm_linear(None, r, gain, w, eps=1e-5, out_dtype=r.dtype, **ON), axis=1
+            ),
+            rows=(bf16(rng, M, K),),
+        ),
         "linear_add": Case(
             kernel=linear_add,
             call=lambda x, r: linear_add(x, wide_w, r, bias, reduction=eight, **ON),

@@ -20,7 +20,7 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import empty_pages
 from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.loading import LoadedModel, _matrix_form, load_model
-from detjax.models.quantization.expand import ExpandedRows, expand_tensors
+from detjax.models.quantization.expand import ExpandedRows, MovedRows, expand_tensors
 from detjax.models.quantization.quantize import RECIPES, quantize_folder
 from detjax.models.quantization.scheme import QuantizationScheme
 from detjax.models.weights.files import open_tensors
@@ -155,6 +155,18 @@ def test_rows_that_are_read_otherwise_stay_quantised(case, scheme, form, tmp_pat
         assert_bitwise_equal(logits(found), logits(want), claim="products of codes")
     else:
         assert np.isfinite(logits(found)).all()
+
+
+@pytest.mark.control
+def test_control_rows_in_the_order_of_the_file_are_other_weights(tmp_path, monkeypatch):
+    folder = quantised("glm4", tmp_path / "q", "fp8-dynamic")
+    want = load(folder, weights="packed").own_weights()["layers"][0]
+    monkeypatch.setattr(
+        MovedRows, "unsigned_codes", lambda rows, *part: rows.whole.unsigned_codes(*part)
+    )
+    found = load(folder, weights="packed").own_weights()["layers"][0]
+    changed = [n for n in want if count_different_bits(expansion(found[n]), expansion(want[n]))]
+    assert changed == ["qkv"]  # its gates and ups are no whole blocks, and are expanded
 
 
 def logits(model: LoadedModel) -> np.ndarray:

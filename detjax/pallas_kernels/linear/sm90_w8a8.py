@@ -74,6 +74,8 @@ def _multiply(
                 InputNorm(gain=x.gain, coding=coding, eps=x.eps, terms=terms, read_row=read_row),
                 Rows.QUANTIZED,
             )
+        elif terms:
+            raise ValueError(f"{x.shape=} are too many rows for a product that adds terms to them")
         else:
             x = quantized(x)
     product = Product(
