@@ -215,6 +215,8 @@ _SHARED_GATE_UP = (
     _shared("shared_up_proj", "up_proj", "SF D"),
 )
 _SHARED_DOWN = (_shared("shared_down", "down_proj", "D SF"),)
+SHARED_TENSORS = tuple(tensor.name for tensor in (*_SHARED_GATE_UP, *_SHARED_DOWN))
+"""Matrices of an expert that every row has."""
 _SHARED_GATE = _one("shared_gate", "mlp.shared_expert_gate.weight", "SG D")
 
 _LINEAR_IN = (

@@ -75,7 +75,7 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 why_no_expert_adapters = "its products of experts are rounded before an adapter can be added"
-why_not_quantised = "no GPU has run them"
+why_not_quantised = ""
 
 
 def what_to_install() -> str | None:

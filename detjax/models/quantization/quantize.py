@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.identity import TEXT_FILES
-from detjax.models.params import ParamRole, TensorSpec, tensor_specs
+from detjax.models.params import SHARED_TENSORS, ParamRole, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
 from detjax.models.weights.ahead import map_ahead
@@ -124,7 +124,7 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
         if name != "config.json" and (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    values["quantization_config"] = _settings(recipe)
+    values["quantization_config"] = {**_settings(recipe), "ignore": _unquantized(tensors, matrices)}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -218,7 +218,7 @@ def pack(codes: np.ndarray, num_bits: int) -> np.ndarray:
 
 
 def _matrix_names(folder: Path, config: ModelConfig) -> set[str]:
-    """Names in a folder of the matrices of layers, experts included and routers not.
+    """Names in a folder of the matrices of layers: with experts, without routers and their gates.
 
     Raises:
         ValueError: If one tensor holds all experts of a layer.
@@ -239,9 +239,19 @@ def _matrix_names(folder: Path, config: ModelConfig) -> set[str]:
 
 def _matrix_specs(config: ModelConfig) -> Iterator[TensorSpec]:
     for layer in tensor_specs(config, tp=1, vocab_block=1)["layers"]:
-        for spec in layer.values():
-            if spec.role is ParamRole.MATRIX or spec.num_experts:
+        for name, spec in layer.items():
+            if spec.role is ParamRole.MATRIX or spec.num_experts or name in SHARED_TENSORS:
                 yield spec
+
+
+def _unquantized(tensors: Mapping[str, StoredTensor], matrices: set[str]) -> list[str]:
+    """Modules with a matrix that stays as it is, under the names that other servers read."""
+    kept = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2 and name not in matrices
+    ]
+    return sorted({"lm_head", *kept} - {name for name in kept if name.endswith("embed_tokens")})
 
 
 def _columns_of_no_group(config: ModelConfig, group_size: int) -> int:
@@ -270,7 +280,6 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         "format": recipe.format,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "ignore": ["lm_head"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
