@@ -2,8 +2,8 @@
 """`python -m detjax.quantize`: make an 8-bit or 4-bit copy of a model, by rounding to nearest.
 
 The copy is in compressed-tensors' format, which detjax, vLLM and transformers read. Nothing is
-calibrated, so the quality is that of plain rounding. Embeddings, lm_head, norms and routers keep
-their bits.
+calibrated, so the quality is that of plain rounding. Embeddings, lm_head, norms, routers and linear
+attention keep their bits; `quantization_config` of the copy names them under `ignore`.
 """
 
 import argparse

@@ -17,7 +17,6 @@ from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
-    adapted_linear,
     added_rows,
     angles_of,
     attend,
@@ -26,6 +25,7 @@ from detjax.models.layers import (
     final_rows,
     gated_layer,
     mix_experts,
+    product_of_stream,
     project,
     rope_rows,
     row_parallel_norm,
@@ -39,7 +39,6 @@ from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
-from detjax.pallas_kernels.lora.adapted import AdaptedMatrix
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.softcap.api import softcap
 from detjax.parallel.exchange import Exchange
@@ -98,7 +97,9 @@ class CanonicalOps:
         ctx, tokens, wanted = self.ctx, self.tokens, self._wanted_in(layer_idx)
         gate = None
         if "attn_gate" in weights:
-            gate, stream = self._projected(weights, "attn_gate", stream)
+            # Two products read these rows.
+            stream = added_rows(ctx, stream, weights["attn_norm"])
+            gate, stream = product_of_stream(ctx, weights, "attn_gate", stream)
             ctx.taps.see("attn_gate", gate, Share.COLUMNS)
         qkv, stream = project(ctx, weights, stream)
         cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
@@ -120,19 +121,10 @@ class CanonicalOps:
         """Which token of each sequence goes through a layer; None for all."""
         return self.wanted if layer_idx == self.ctx.config.num_layers - 1 else None
 
-    def _projected(self, weights: dict, name: str, stream: Stream) -> tuple[jax.Array, Stream]:
-        """A product of the normalised rows, which the stream has then."""
-        ctx = self.ctx
-        stream, w = added_rows(ctx, stream, weights["attn_norm"]), weights[name]
-        if isinstance(w, AdaptedMatrix):
-            return adapted_linear(ctx, stream.x, w, None), stream
-        dtype = ctx.profile.activation_dtype
-        return linear(stream.x, w, out_dtype=dtype, backend=ctx.backend), stream
-
     def _attend_linearly(self, layer_idx: int, weights: dict, stream: Stream, cache):
         """Read the states behind the new tokens. In the last layer of those wanted."""
         ctx, shape, wanted = self.ctx, self.tokens.ids.shape, self._wanted_in(layer_idx)
-        projected, stream = self._projected(weights, "linear_in", stream)
+        projected, stream = product_of_stream(ctx, weights, "linear_in", stream)
         cache, heads = linear_attend(ctx, weights, projected, cache, self.tokens, layer_idx)
         if wanted is None:
             return cache, heads, stream

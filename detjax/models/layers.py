@@ -6,6 +6,7 @@ No arithmetic of their own: kernels, collectives and indexing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from detjax.pallas_kernels.linear.api import (
     combine_norm_linear,
     defers_norm,
     defers_sum,
+    joins_matrices,
     linear,
     linear_add,
     linear_add_rms_norm,
@@ -35,6 +37,7 @@ from detjax.pallas_kernels.linear.api import (
     norm_linear,
     norm_linear_swiglu,
 )
+from detjax.pallas_kernels.linear.joined import JoinedMatrix
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix, is_quantized
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, LowRankRows
 from detjax.pallas_kernels.lora.api import (
@@ -52,12 +55,20 @@ from detjax.pallas_kernels.moe.api import (
     defers_experts,
     expert_linear,
     expert_mlp,
+    joins_experts,
     route,
     route_by_sigmoid,
     route_mlp,
     route_mlp_add_rms_norm,
 )
-from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import (
+    ClampedExperts,
+    ExpertWeights,
+    SharedExpert,
+    SharedRows,
+    shared_values,
+    with_shared,
+)
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
@@ -138,11 +149,13 @@ class UnaddedExperts:
         y: Rows of experts, [M, Q, D].
         weights: float32 [M, Q].
         residual: The stream before the mixture, [M, D].
+        shared: `SharedRows` of the expert that every row has; None without one.
     """
 
     y: Any
     weights: Any
     residual: Any
+    shared: Any = None
 
 
 def embed_tokens(ctx: ForwardContext, table, ids: Int32[Array, " M"]) -> Activation[Array, "M D"]:
@@ -188,27 +201,37 @@ def project(
     ctx: ForwardContext, weights: dict, stream: Stream
 ) -> tuple[Activation[Array, "M o"], Stream]:
     """Queries, keys and values, and the stream with its residual added up."""
-    residual, x = stream
-    w, bias = weights["qkv"], weights.get("qkv_bias")
-    options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
-    if isinstance(w, AdaptedMatrix):
-        stream = added_rows(ctx, stream, weights.get("attn_norm"))
-        qkv = adapted_linear(ctx, stream.x, w, bias)
-    elif x is not None:
-        qkv = linear(x, w, bias, **options)
-    elif isinstance(residual, UnaddedExperts):
-        qkv, total = combine_experts_norm_linear(
-            residual.y, residual.weights, residual.residual, weights["attn_norm"], w, bias,
-            eps=ctx.config.rms_norm_eps, **options,
-        )  # fmt: skip
-        stream = Stream(residual=total, x=None)
-    else:
-        gain, eps = weights["attn_norm"], ctx.config.rms_norm_eps
-        qkv = norm_linear(residual, gain, w, bias, eps=eps, **options)
+    qkv, stream = product_of_stream(ctx, weights, "qkv", stream)
     ctx.taps.see("qkv", qkv, Share.COLUMNS)
     if ctx.config.is_qk_norm_whole:
         qkv = normalise_all_heads(ctx, weights, qkv)
     return qkv, stream
+
+
+def product_of_stream(
+    ctx: ForwardContext, weights: dict, name: str, stream: Stream
+) -> tuple[Activation[Array, "M o"], Stream]:
+    """The normalised rows by a matrix, and the stream with its residual added up.
+
+    The stream has its normalised rows only where a launch had made them.
+    """
+    residual, x = stream
+    w, bias = weights[name], weights.get(f"{name}_bias")
+    gain, eps = weights.get("attn_norm"), ctx.config.rms_norm_eps
+    options: dict = {"out_dtype": ctx.profile.activation_dtype, "backend": ctx.backend}
+    if isinstance(w, AdaptedMatrix):
+        stream = added_rows(ctx, stream, gain)
+        return adapted_linear(ctx, stream.x, w, bias), stream
+    if x is not None:
+        return linear(x, w, bias, **options), stream
+    assert gain is not None  # rows that are still to be normalised have one
+    if not isinstance(residual, UnaddedExperts):
+        return norm_linear(residual, gain, w, bias, eps=eps, **options), stream
+    out, total = combine_experts_norm_linear(
+        residual.y, residual.weights, residual.residual, gain, w, bias,
+        eps=eps, shared=residual.shared, **options,
+    )  # fmt: skip
+    return out, Stream(residual=total, x=None)
 
 
 def normalise_all_heads(
@@ -419,43 +442,12 @@ def mix_experts(
     """
     config, backend, tp = ctx.config.experts, ctx.backend, ctx.tp
     assert config is not None  # whoever has a router
-    residual, eps = stream.residual, ctx.config.rms_norm_eps
-    f32 = jnp.dtype(jnp.float32)
-    bias = weights.get("router_bias")
-    leaf_sums = None
-    if isinstance(residual, UnaddedSubtrees):
-        leaf_sums, residual = residual.leaf_sums, residual.residual
-    if leaf_sums is not None or (stream.x is None and bias is None):
-        logits, residual, x = combine_norm_linear(
-            leaf_sums, residual, weights["mlp_norm"], weights["router"],
-            eps=eps, out_dtype=f32, backend=backend,
-        )  # fmt: skip
-    else:
-        x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
-        logits = linear(x, weights["router"], bias, out_dtype=f32, backend=backend)
+    eps = ctx.config.rms_norm_eps
+    logits, residual, x = _router_product(ctx, weights, stream)
+    if fuses_experts(ctx) and not isinstance(weights["expert_down"], AdaptedMatrix):
+        return _fused_experts(ctx, config, weights, gain, residual, x, logits)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
-    shared = _shared_expert(ctx, weights, x)
-    is_sigmoid = ctx.config.has_sigmoid_router
-    is_adapted = isinstance(weights["expert_down"], AdaptedMatrix)
-    fuses = fuses_experts(ctx) and not is_adapted
-    if fuses and defers_experts(*x.shape, backend=backend):
-        if is_sigmoid:
-            y, expert_weights = _own_experts(ctx, config, weights, x, logits)
-        else:
-            y, expert_weights = route_mlp(
-                x, logits, _own_expert_weights(config, weights),
-                top_k=config.top_k, renormalise=config.renormalise, backend=backend,
-            )  # fmt: skip
-        y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
-        late = UnaddedExperts(y=y, weights=expert_weights, residual=residual)
-        return Stream(residual=late, x=None)
-    if fuses and shared is None and not is_sigmoid:
-        # WHY: launches fewer, of the same bits. Where somebody looks, each result must be there.
-        added = route_mlp_add_rms_norm(
-            x, logits, _own_expert_weights(config, weights), residual, gain,
-            top_k=config.top_k, renormalise=config.renormalise, eps=eps, backend=backend,
-        )  # fmt: skip
-        return Stream(*added)
+    shared = _shared_rows(ctx, weights, x, logits)
     y, expert_weights = _own_experts(ctx, config, weights, x, logits)
     y, expert_weights = _with_shared(ctx, y, expert_weights, shared)
     # The products of adapters that follow take every row of the residual stream.
@@ -474,9 +466,105 @@ def mix_experts(
     return Stream(*added)
 
 
-def _shared_expert(
-    ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]
-) -> Activation[Array, "M D"] | None:
+def _router_product(
+    ctx: ForwardContext, weights: dict, stream: Stream
+) -> tuple[Float32[Array, "M O"], Activation[Array, "m D"], Activation[Array, "M D"]]:
+    """Logits of all experts, the residual stream added up, and its normalised rows.
+
+    Where it costs a launch less, the gate of a shared expert is in columns behind the router's.
+    """
+    residual, backend, w = stream.residual, ctx.backend, weights["router"]
+    eps, f32 = ctx.config.rms_norm_eps, jnp.dtype(jnp.float32)
+    bias, gate = weights.get("router_bias"), weights.get("shared_gate")
+    leaf_sums = None
+    if isinstance(residual, UnaddedSubtrees):
+        leaf_sums, residual = residual.leaf_sums, residual.residual
+    if isinstance(gate, jax.Array) and bias is None and fuses_experts(ctx):
+        rows = residual if stream.x is None else stream.x
+        if joins_matrices(rows, w, gate, out_dtype=f32, backend=backend):
+            w = JoinedMatrix(first=w, second=gate)
+    if leaf_sums is not None or (stream.x is None and bias is None):
+        return combine_norm_linear(
+            leaf_sums, residual, weights["mlp_norm"], w, eps=eps, out_dtype=f32, backend=backend
+        )
+    x = final_rows(ctx, residual, stream.x, weights["mlp_norm"])
+    return linear(x, w, bias, out_dtype=f32, backend=backend), residual, x
+
+
+def _fused_experts(
+    ctx: ForwardContext,
+    config: ExpertConfig,
+    weights: dict,
+    gain: Activation[Array, " D"],
+    residual: Activation[Array, "M D"],
+    x: Activation[Array, "M D"],
+    logits: Float32[Array, "M O"],
+) -> Stream:
+    """The rest of `mix_experts` in fewer launches, of the same bits.
+
+    # WHY, not always: where somebody looks, each result must be there.
+    """
+    backend, eps, top_k = ctx.backend, ctx.config.rms_norm_eps, config.top_k
+    is_sigmoid, experts = ctx.config.has_sigmoid_router, _own_expert_weights(config, weights)
+    routing: dict = {"top_k": top_k, "renormalise": config.renormalise, "backend": backend}
+    is_late = defers_experts(*x.shape, backend=backend)
+    joined = None
+    if is_late and not is_sigmoid:
+        joined = _joined_expert(ctx, weights, experts, len(x))
+    shared = None if joined else _shared_rows(ctx, weights, x, logits)
+    if not is_late and not is_sigmoid:
+        added = route_mlp_add_rms_norm(
+            x, logits, experts, residual, gain, eps=eps, shared=shared, **routing
+        )
+        return Stream(*added)
+    if is_sigmoid:
+        y, expert_weights = _own_experts(ctx, config, weights, x, logits)
+    else:
+        y, expert_weights = route_mlp(x, logits, experts, shared=joined, **routing)
+    if joined:
+        gate = _shared_gate(ctx, weights, x, logits)
+        shared = SharedRows(rows=y.reshape(-1, y.shape[-1]), first=top_k, **gate)
+    if is_late:
+        late = UnaddedExperts(y=y, weights=expert_weights, residual=residual, shared=shared)
+        return Stream(residual=late, x=None)
+    added = combine_experts_add_rms_norm(
+        y, expert_weights, residual, gain, eps=eps, shared=shared, backend=backend
+    )
+    return Stream(*added)
+
+
+def _joined_expert(
+    ctx: ForwardContext, weights: dict, experts: ExpertWeights, num_rows: int
+) -> SharedExpert | None:
+    """The expert that every row has, if those of a row multiply it too; else None."""
+    if "shared_gate_up" not in weights:
+        return None
+    shared = SharedExpert(weights["shared_gate_up"], weights["shared_down"])
+    if any(isinstance(w, AdaptedMatrix) for w in shared):
+        return None
+    return shared if joins_experts(num_rows, experts, shared, backend=ctx.backend) else None
+
+
+def _shared_gate(
+    ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"], logits: Float32[Array, "M O"]
+) -> dict:
+    """The gate of a shared expert as `SharedRows` has it: of the router's product, or its own."""
+    if "shared_gate" not in weights:
+        return {}
+    w, num_router = weights["shared_gate"], len(weights["router"])
+    if logits.shape[1] > num_router:
+        return {"gate": logits, "column": num_router}
+    if isinstance(w, AdaptedMatrix):
+        gate = adapted_linear(ctx, x, w, None)
+    else:
+        gate = linear(x, w, out_dtype=x.dtype, backend=ctx.backend)
+    ctx.taps.see("shared_gate", gate[:, :1])
+    return {"gate": gate}
+
+
+def _shared_rows(
+    ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"], logits: Float32[Array, "M O"]
+) -> SharedRows | None:
     """What the expert of every row gives, on every rank; None if there is none.
 
     A rank computes its channels, then its outputs, and what ranks exchange are copies. So the last
@@ -495,31 +583,25 @@ def _shared_expert(
         h = swiglu(product(x, gate_up), backend=backend)
     else:
         h = linear_swiglu(x, gate_up, backend=backend)
-    out = gather_columns(product(gather_columns(h, TP_AXIS), weights["shared_down"]), TP_AXIS)
-    if "shared_gate" in weights:
-        gate = product(x, weights["shared_gate"])[:, :1]
-        ctx.taps.see("shared_gate", gate)
-        out = sigmoid_gate(out, jnp.broadcast_to(gate, out.shape), backend=backend)
-    ctx.taps.see("shared_expert", out)
-    return out
+    rows = gather_columns(product(gather_columns(h, TP_AXIS), weights["shared_down"]), TP_AXIS)
+    return SharedRows(rows=rows, **_shared_gate(ctx, weights, x, logits))
 
 
 def _with_shared(
     ctx: ForwardContext,
     y: Activation[Array, "M Q D"],
     expert_weights: Float32[Array, "M Q"],
-    shared: Activation[Array, "M D"] | None,
+    shared: SharedRows | None,
 ) -> tuple[Activation[Array, "M X D"], Float32[Array, "M X"]]:
-    """Rows of experts with that of the shared one, which comes last, of weight 1, from rank 0."""
+    """Rows of experts with that of the shared one, which comes last, from rank 0."""
     if shared is None:
         return y, expert_weights
+    rows = shared_values(shared, len(y), partial(sigmoid_gate, backend=ctx.backend))
+    ctx.taps.see("shared_expert", rows)
     if ctx.tp > 1:
-        shared = jnp.where(lax.axis_index(TP_AXIS) == 0, shared, jnp.zeros_like(shared))
-    ones = jnp.ones((len(y), 1), jnp.float32)
-    return (
-        jnp.concatenate([y, shared[:, None]], axis=1),
-        jnp.concatenate([expert_weights, ones], axis=1),
-    )
+        rows = jnp.where(lax.axis_index(TP_AXIS) == 0, rows, jnp.zeros_like(rows))
+    own = partial(sigmoid_gate, backend=ctx.backend)
+    return with_shared(y, expert_weights, SharedRows(rows=rows), own)
 
 
 def _own_experts(
@@ -595,8 +677,10 @@ def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"
         return stream
     assert gain is not None  # rows that are still to be normalised have one
     if isinstance(residual, UnaddedExperts):
-        y, weights = residual.y, residual.weights
-        return Stream(*combine_experts_add_rms_norm(y, weights, residual.residual, gain, **options))
+        added = combine_experts_add_rms_norm(
+            residual.y, residual.weights, residual.residual, gain, shared=residual.shared, **options
+        )
+        return Stream(*added)
     return Stream(residual=residual, x=rms_norm(residual, gain, **options))
 
 

@@ -439,12 +439,6 @@ def load_model(
     stored = read_quantization(folder)
     form = _matrix_form(quantized_weights, stored, config, profile, backend)
     scheme = _scheme_of(folder, form)
-    why_not = KERNELS[backend].why_not_quantised
-    if form is MatrixForm.W8A8 and config.has_shared_expert and why_not:
-        raise ValueError(
-            "quantized_weights='w8a8' does not go with matrices of a shared expert on "
-            f"{backend.value}: {why_not}; use 'auto', or another backend"
-        )
     if scheme is not None:
         LOG.warning("%s is quantised: %s", folder.name, scheme)
     weight_cast = find_cast(folder, config, cast_weights=cast_weights, dtype=dtype)
@@ -514,12 +508,6 @@ def _matrix_form(
         raise ValueError(
             f"quantized_weights={mode!r} does not go with {str(scheme)!r}: products read codes of "
             "matrices, and these are experts; use 'auto'"
-        )
-    if is_read_otherwise and (why_not := KERNELS[backend].why_not_quantised):
-        raise ValueError(
-            f"quantized_weights={mode!r} does not go with a model of {config.family!r} on "
-            f"{backend.value}, whose checkpoint stores tensors otherwise than they are read: "
-            f"{why_not}; use 'auto', which expands them, or another backend"
         )
     if not is_bfloat16 or mode == "w8a8" and profile.activation_dtype.name != "bfloat16":
         raise ValueError(

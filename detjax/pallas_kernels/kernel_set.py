@@ -14,7 +14,7 @@ from detjax.pallas_kernels.linear.quantized import (
     W8A8Matrix,
 )
 from detjax.pallas_kernels.lora.adapted import LowRankRows
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights, SharedExpert, SharedRows
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
@@ -36,8 +36,6 @@ class KernelSet(Protocol):
             replica; others expand them for each product.
         adapted_dtypes: Of activations whose products may have adapters.
         why_no_expert_adapters: Why products of experts may have none; "" if they may.
-        why_not_quantised: Why quantised rows that a model reads in another order than they are
-            stored in, and those of a shared expert, may not stay that; "" if they may.
     """
 
     takes_every_model: bool
@@ -46,7 +44,6 @@ class KernelSet(Protocol):
     reads_codes: bool
     adapted_dtypes: tuple[str, ...]
     why_no_expert_adapters: str
-    why_not_quantised: str
 
     def why_not_here(self) -> str | None:
         """Why it cannot run on this machine, or None if it can."""
@@ -97,6 +94,10 @@ class KernelSet(Protocol):
 
     def defers_norm(self, x, w, *, reduction: Reduction) -> bool:
         """See `linear.api.defers_norm`."""
+        ...
+
+    def joins_matrices(self, x, first, second, *, out_dtype: jnp.dtype) -> bool:
+        """See `linear.api.joins_matrices`."""
         ...
 
     def defers_sum(self, x, w, *, reduction: Reduction) -> bool:
@@ -295,15 +296,20 @@ class KernelSet(Protocol):
         ...
 
     def combine_experts_add_rms_norm(
-        self, y, weights, residual, gain, *, eps: float
+        self, y, weights, residual, gain, *, eps: float, shared: SharedRows | None
     ) -> tuple[jax.Array, jax.Array]:
         """See `moe.api.combine_experts_add_rms_norm`."""
         ...
 
     def route_mlp(
-        self, x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x, logits, experts: ExpertWeights,
+        *, top_k: int, renormalise: bool, shared: SharedExpert | None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `moe.api.route_mlp`."""
+        ...
+
+    def joins_experts(self, num_rows: int, experts: ExpertWeights, shared: SharedExpert) -> bool:
+        """See `moe.api.joins_experts`."""
         ...
 
     def defers_experts(self, num_rows: int, width: int) -> bool:
@@ -311,14 +317,15 @@ class KernelSet(Protocol):
         ...
 
     def combine_experts_norm_linear(
-        self, y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
-    ) -> tuple[jax.Array, jax.Array]:
+        self, y, weights, residual, gain, w, bias,
+        *, eps: float, out_dtype: jnp.dtype, shared: SharedRows | None,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `moe.api.combine_experts_norm_linear`."""
         ...
 
     def route_mlp_add_rms_norm(
         self, x, logits, experts: ExpertWeights, residual, gain,
-        *, top_k: int, renormalise: bool, eps: float,
+        *, top_k: int, renormalise: bool, eps: float, shared: SharedRows | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `moe.api.route_mlp_add_rms_norm`."""
         ...

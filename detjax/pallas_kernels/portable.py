@@ -15,6 +15,7 @@ from detjax.pallas_kernels.linear.portable import add_partials as add_partials
 from detjax.pallas_kernels.linear.portable import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
 from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
+from detjax.pallas_kernels.linear.portable import joins_matrices as joins_matrices
 from detjax.pallas_kernels.linear.portable import linear as linear
 from detjax.pallas_kernels.linear.portable import linear_add as linear_add
 from detjax.pallas_kernels.linear.portable import linear_add_rms_norm as linear_add_rms_norm
@@ -47,6 +48,7 @@ from detjax.pallas_kernels.moe.portable import (
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.portable import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.portable import expert_mlp as expert_mlp
+from detjax.pallas_kernels.moe.portable import joins_experts as joins_experts
 from detjax.pallas_kernels.moe.portable import route as route
 from detjax.pallas_kernels.moe.portable import route_by_sigmoid as route_by_sigmoid
 from detjax.pallas_kernels.moe.portable import route_mlp as route_mlp
@@ -71,7 +73,6 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16", "float32")
 why_no_expert_adapters = ""
-why_not_quantised = ""
 
 
 def why_not_here() -> str | None:

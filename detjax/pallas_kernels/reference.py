@@ -13,6 +13,7 @@ from detjax.pallas_kernels.gradients.reference import expert_token_sum as expert
 from detjax.pallas_kernels.gradients.reference import token_sum as token_sum
 from detjax.pallas_kernels.linear.portable import defers_norm as defers_norm
 from detjax.pallas_kernels.linear.portable import defers_sum as defers_sum
+from detjax.pallas_kernels.linear.portable import joins_matrices as joins_matrices
 from detjax.pallas_kernels.linear.reference import add_partials as add_partials
 from detjax.pallas_kernels.linear.reference import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.reference import linear as linear
@@ -38,6 +39,7 @@ from detjax.pallas_kernels.lora.reference import (
 )
 from detjax.pallas_kernels.lora.reference import lora_linear_swiglu as lora_linear_swiglu
 from detjax.pallas_kernels.lora.reference import lora_project as lora_project
+from detjax.pallas_kernels.moe.portable import joins_experts as joins_experts
 from detjax.pallas_kernels.moe.reference import (
     combine_experts_add_rms_norm as combine_experts_add_rms_norm,
 )
@@ -72,7 +74,6 @@ steps_beat_xla = False
 reads_codes = False
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 why_no_expert_adapters = ""
-why_not_quantised = ""
 
 
 def why_not_here() -> str | None:

@@ -18,6 +18,7 @@ from detjax.pallas_kernels.linear.sm90 import add_partials as add_partials
 from detjax.pallas_kernels.linear.sm90 import combine_norm_linear as combine_norm_linear
 from detjax.pallas_kernels.linear.sm90 import defers_norm as defers_norm
 from detjax.pallas_kernels.linear.sm90 import defers_sum as defers_sum
+from detjax.pallas_kernels.linear.sm90 import joins_matrices as joins_matrices
 from detjax.pallas_kernels.linear.sm90 import linear as linear
 from detjax.pallas_kernels.linear.sm90 import linear_add as linear_add
 from detjax.pallas_kernels.linear.sm90 import linear_add_rms_norm as linear_add_rms_norm
@@ -50,6 +51,7 @@ from detjax.pallas_kernels.moe.sm90 import (
 from detjax.pallas_kernels.moe.sm90 import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.sm90 import expert_linear as expert_linear
 from detjax.pallas_kernels.moe.sm90 import expert_mlp as expert_mlp
+from detjax.pallas_kernels.moe.sm90 import joins_experts as joins_experts
 from detjax.pallas_kernels.moe.sm90 import route as route
 from detjax.pallas_kernels.moe.sm90 import route_mlp as route_mlp
 from detjax.pallas_kernels.moe.sm90 import route_mlp_add_rms_norm as route_mlp_add_rms_norm
@@ -75,7 +77,6 @@ steps_beat_xla = True  # docs/serving.md
 reads_codes = True
 adapted_dtypes: tuple[str, ...] = ("bfloat16",)
 why_no_expert_adapters = "its products of experts are rounded before an adapter can be added"
-why_not_quantised = ""
 
 
 def what_to_install() -> str | None:

@@ -240,15 +240,47 @@ def test_no_mesh_changes_an_answer_of_8_bits(tmp_path):
     assert answers(load(folder, tp=2, weights="expanded"), 3, 64) != want  # it can fail
 
 
-def test_such_codes_are_refused_where_no_gpu_has_run_them(tmp_path):
+@pytest.mark.parametrize("backend", Backend)
+def test_such_codes_are_kept_where_somebody_asks(backend, tmp_path):
     folder = quantised("phi3", tmp_path / "q", "fp8-dynamic")
     config, profile = load_config(folder), NumericsProfile()
     scheme = read_quantization(folder)
-    for form in ("packed", "w8a8"):
-        with pytest.raises(ValueError, match="a model of 'phi3' on sm90, .*no GPU has run them"):
-            _matrix_form(form, scheme, config, profile, Backend.SM90)
-    # Nobody gets them who does not ask.
-    assert _matrix_form("auto", scheme, config, profile, Backend.SM90) is MatrixForm.EXPANDED
+    forms = [
+        _matrix_form(mode, scheme, config, profile, backend) for mode in ("auto", "packed", "w8a8")
+    ]
+    assert forms == [MatrixForm.EXPANDED, MatrixForm.PACKED, MatrixForm.W8A8]
+
+
+KEPT = {
+    "qwen3_next": [
+        "lm_head",
+        *(
+            f"model.layers.0.linear_attn.{name}"
+            for name in ("in_proj_ba", "in_proj_qkvz", "out_proj")
+        ),
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.shared_expert_gate",
+    ],
+    "glm4_moe": ["lm_head", "model.layers.1.mlp.gate", "model.layers.2.mlp.gate"],
+    "phi3": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_modules_that_keep_their_weights_are_named(case, tmp_path):
+    """By the format a linear module that `ignore` does not name is a quantised one."""
+    folder = quantised(case, tmp_path / "q", "int8-w8a8")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == KEPT[case]
+    with contextlib.ExitStack() as stack:
+        stored = set(open_tensors(folder, stack))
+    for name in KEPT[case]:
+        assert f"{name}.weight_scale" not in stored
+    shared = {
+        name for name in stored if "shared_expert" in name and "shared_expert_gate" not in name
+    }
+    assert {f"{name}_scale" for name in shared if name.endswith(".weight")} <= shared
+    assert bool(shared) == (case != "phi3")
 
 
 def test_experts_in_one_tensor_are_not_quantised(tmp_path):

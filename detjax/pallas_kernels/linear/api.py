@@ -8,13 +8,14 @@ from detjax.numerics import Reduction
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear import w8a8
+from detjax.pallas_kernels.linear.joined import JoinedMatrix
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.rms_norm.api import rms_norm
 
 
 def linear(
     x: Activation[Array, "M I"],
-    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
+    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix | JoinedMatrix,
     bias: Activation[Array, " O"] | None = None,
     *,
     out_dtype: jnp.dtype,
@@ -29,7 +30,7 @@ def linear(
 
     Args:
         x: Activations.
-        w: Weights, (out, in).
+        w: Weights, (out, in); two matrices only where the backend `joins_matrices`.
         bias: Added in float32 before the rounding.
         out_dtype: What the sum is rounded to; float32 keeps it.
         backend: Which implementation runs.
@@ -48,6 +49,21 @@ def linear(
         rows = RowsToQuantize(values=x, coding=w.row_coding)
         return w8a8.w8a8_product(rows, w, bias, out_dtype=out_dtype, backend=backend)
     return KERNELS[backend].linear(x, w, bias, out_dtype=out_dtype)
+
+
+def joins_matrices(
+    x: Activation[Array, "M I"],
+    first: Activation[Array, "O I"],
+    second: Activation[Array, "P I"],
+    *,
+    out_dtype: jnp.dtype,
+    backend: Backend,
+) -> bool:
+    """Whether `linear` and `combine_norm_linear` take a `JoinedMatrix` of the two for these rows.
+
+    An output has the bits that it has in the product of its matrix alone.
+    """
+    return KERNELS[backend].joins_matrices(x, first, second, out_dtype=out_dtype)
 
 
 def _check_inputs(x, w) -> None:
@@ -297,7 +313,7 @@ def combine_norm_linear(
     leaf_sums: Float32[Array, "L M I"] | None,
     residual: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
-    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix,
+    w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix | JoinedMatrix,
     *,
     eps: float,
     out_dtype: jnp.dtype,

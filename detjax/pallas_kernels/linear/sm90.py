@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.numerics import Reduction
 from detjax.pallas_kernels.fixed_blocks import pad_axis
 from detjax.pallas_kernels.linear import sm90_float32
+from detjax.pallas_kernels.linear.joined import JoinedMatrix
 from detjax.pallas_kernels.linear.quantized import BLOCK, Coding, QuantizedMatrix
 from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm, RanksSum
@@ -21,6 +22,7 @@ from detjax.pallas_kernels.linear.tiles import (
     MAX_NORM_ROWS,
     MAX_RANKS_ROWS,
     Added,
+    FlatTiles,
     MatmulTiles,
     Product,
     Rows,
@@ -98,11 +100,10 @@ def check_supported(x, w, *, leaf_len: int) -> None:
         )
 
 
-def _multiply_one_leaf(
-    x, w, bias, fused: InputNorm | LowRankRows | None, *,
-    out_dtype, is_gated: bool = False, interpret=None,
-):  # fmt: skip
-    """`matmul` of one leaf, with tiles chosen by M."""
+def _one_leaf_tiles(
+    x, w, bias, fused: InputNorm | LowRankRows | None, *, out_dtype, is_gated: bool = False
+) -> MatmulTiles:
+    """Tiles of a product of one leaf, chosen by M."""
     rows = Rows.GIVEN
     if isinstance(fused, InputNorm):
         rows = Rows.SUMMED if fused.terms or fused.keeps_rows else Rows.NORMALISED
@@ -118,10 +119,30 @@ def _multiply_one_leaf(
         added=Added.ADAPTERS if isinstance(fused, LowRankRows) else Added.NOTHING,
         coding=_coding(x, w, x.shape[1]),
     )
+    return choose_tiles(product)
+
+
+def _multiply_one_leaf(
+    x, w, bias, fused: InputNorm | LowRankRows | None, *,
+    out_dtype, is_gated: bool = False, interpret=None,
+):  # fmt: skip
+    """`matmul` of one leaf."""
+    tiles = _one_leaf_tiles(x, w, bias, fused, out_dtype=out_dtype, is_gated=is_gated)
     return matmul(
         x, w, bias, None, fused,
-        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=choose_tiles(product), interpret=interpret,
+        leaf_len=x.shape[1], out_dtype=out_dtype, tiles=tiles, interpret=interpret,
     )  # fmt: skip
+
+
+def joins_matrices(x, first, second, *, out_dtype: jnp.dtype) -> bool:
+    """See `api.joins_matrices`: rows of bfloat16 few enough for tiles that stream weights."""
+    if {x.dtype, first.dtype, second.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return False
+    w = JoinedMatrix(first=first, second=second)
+    tiles = _one_leaf_tiles(x, w, None, None, out_dtype=out_dtype)
+    if not isinstance(tiles, FlatTiles):
+        return False
+    return first.shape[0] % (tiles.out_rows * tiles.num_wgs) == 0
 
 
 def linear(x, w, bias, *, out_dtype: jnp.dtype) -> jax.Array:

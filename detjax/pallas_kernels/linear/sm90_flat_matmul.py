@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows
+from detjax.pallas_kernels.linear.joined import JoinedMatrix
 from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     FLOAT8_CHUNK,
@@ -139,6 +140,7 @@ class _Operands(NamedTuple):
     adapters: LowRankRows | None = None
     x_scales: Any = None  # [> M] f32, of 8-bit activations; [K / 128, >= M] with blocks
     w_scales: Any = None  # [N] f32, of 8-bit weights; [N / block_rows, K / 128] of blocks
+    w_below: Any = None  # [O, K] bf16: the rows below those of `w`
 
 
 class _Results(NamedTuple):
@@ -181,7 +183,8 @@ class _Plan:
     Attributes:
         tiles: How it is cut.
         num_rows: M.
-        num_out: N.
+        num_out: N, with `num_below` all of them.
+        num_below: Outputs whose weights are in an array of their own, the last; 0 without.
         k_len: K.
         leaf_len: Of a leaf of K.
         operand_dtype: Of activations: bfloat16, int8 or float8_e4m3fn.
@@ -195,6 +198,7 @@ class _Plan:
     tiles: FlatTiles
     num_rows: int
     num_out: int
+    num_below: int
     k_len: int
     leaf_len: int
     operand_dtype: jnp.dtype
@@ -377,6 +381,9 @@ class _Plan:
             raise ValueError(f"float8 is added by chunks of {FLOAT8_CHUNK}, so {t.k=} must be more")
         if self.is_w8a8 and (self.num_leaves * t.groups > 1 or self.num_out % self.cta_out_rows):
             raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
+        num_above = self.num_out - self.num_below
+        if self.num_below and (t.is_gated or t.coding or num_above % self.cta_out_rows):
+            raise ValueError(f"{num_above} weights above others must be whole tiles of {t}")
         is_whole = t.num_wgs == 1 and t.groups == 1 and self.col_tiles == 1 and not t.is_gated
         if peers is not None and not is_whole:
             raise ValueError(f"ranks add tiles that one CTA has, with all rows, not {t=}")
@@ -523,12 +530,21 @@ class _Cta:
         k = (group * plan.steps + i) * t.k
         if t.coding:
             self.load_codes(t.coding, slot, k, w_row, full)
-        for start, size, offset in [] if t.coding else plan.weight_pieces:
-            plgpu.copy_gmem_to_smem(
-                self.operands.w.at[pl.ds(w_row + offset, size), pl.ds(k, t.k)],
-                self.memory.w.at[slot, pl.ds(start, size)],
-                full,
-            )
+
+        def load_weights(w, row) -> None:
+            for start, size, offset in plan.weight_pieces:
+                plgpu.copy_gmem_to_smem(
+                    w.at[pl.ds(row + offset, size), pl.ds(k, t.k)],
+                    self.memory.w.at[slot, pl.ds(start, size)],
+                    full,
+                )
+
+        if plan.num_below:
+            below = w_row - (plan.num_out - plan.num_below)
+            pl.when(below < 0)(lambda: load_weights(self.operands.w, w_row))
+            pl.when(below >= 0)(lambda: load_weights(self.operands.w_below, below))
+        elif not t.coding:
+            load_weights(self.operands.w, w_row)
         for s in range(0 if t.held else plan.slabs):
             plgpu.copy_gmem_to_smem(
                 self.operands.x.at[pl.ds(x_row, t.cols), pl.ds(k + s * plan.span, plan.span)],
@@ -959,6 +975,9 @@ def flat_matmul(
     norm = fused if isinstance(fused, InputNorm) else None
     peers = fused if isinstance(fused, RanksSum) else None
     adapters = fused if isinstance(fused, LowRankRows) else None
+    below = None
+    if isinstance(w, JoinedMatrix):
+        w, below = w.first, w.second
     block_rows = block_rows_of(w)
     operand_dtype = x.dtype
     x, w, x_scales, w_scales = operands_of(x, w)
@@ -966,8 +985,10 @@ def flat_matmul(
     coding = w.coding if isinstance(w, QuantizedMatrix) else None
     if coding != tiles.coding:
         raise ValueError(f"weights with {coding=} need tiles of the same, not {tiles.coding}")
+    num_below = 0 if below is None else below.shape[0]
     plan = _Plan(
-        tiles=tiles, num_rows=num_rows, num_out=w.shape[0] // (2 if tiles.is_gated else 1),
+        tiles=tiles, num_rows=num_rows,
+        num_out=(w.shape[0] + num_below) // (2 if tiles.is_gated else 1), num_below=num_below,
         k_len=k_len, leaf_len=leaf_len, operand_dtype=operand_dtype, out_dtype=jnp.dtype(out_dtype),
         has_residual=residual is not None, block_rows=block_rows,
         low_rank=adapters.h.shape[1] if adapters else 0, is_interpreted=interpret is not None,
@@ -1000,7 +1021,7 @@ def flat_matmul(
     )(
         _Operands(
             x=x, w=w, bias=bias, residual=residual, norm=norm, peers=peers, adapters=adapters,
-            x_scales=x_scales, w_scales=w_scales,
+            x_scales=x_scales, w_scales=w_scales, w_below=below,
         )
     )  # fmt: skip
     found = tuple(result for result in results if result is not None)

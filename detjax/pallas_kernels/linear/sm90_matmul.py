@@ -24,8 +24,9 @@ def matmul(
 
     Args:
         x: Activations, bfloat16 [M, K], or `QuantizedRows`.
-        w: Weights, bfloat16 [N, K]; for flat tiles also a `QuantizedMatrix`; of quantised rows a
-            `W8A8Matrix`. With gated tiles F rows of gates, then F of ups, and the output is [M, F].
+        w: Weights, bfloat16 [N, K]; for flat tiles also a `QuantizedMatrix` or a `JoinedMatrix`; of
+            quantised rows a `W8A8Matrix`. With gated tiles F rows of gates, then F of ups, and the
+            output is [M, F].
         bias: [N], or None.
         residual: [M, N], added last, or None.
         fused: What else it does. `InputNorm`: each CTA normalises the activations first, into

@@ -57,8 +57,9 @@ CODED_COLS = 128
 FLOAT8_COLS = 128
 """Most columns of a tile of float8 for 64 rows of a warpgroup."""
 
-NARROW_OUT = 512
-"""Outputs of a product, as a router's, that few tiles of 64 weights would make."""
+NARROW_OUT = 576
+"""Outputs of a product, as a router's, that few tiles of 64 weights would make: those of 512
+experts and a gate."""
 
 NARROW_TILE, MOST_NARROW = 16, 128
 """Weights of a tile of such a product of more than 8 rows, in whole eights, of which a tile has 8;

@@ -7,7 +7,12 @@ from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, W8A8Matrix
-from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import (
+    ClampedExperts,
+    ExpertWeights,
+    SharedExpert,
+    SharedRows,
+)
 
 
 def route(
@@ -225,11 +230,12 @@ def combine_experts_add_rms_norm(
     *,
     eps: float,
     backend: Backend,
+    shared: SharedRows | None = None,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """Add a row's experts by their weights to the residual stream, and normalise.
 
-    `acc = 0`, then for each rank r `acc = fma(weights[m, r], y[m, r], acc)`,
-    `total = round(residual + acc)`, `out = rms_norm(total)`
+    `acc = 0`, then for each rank r `acc = fma(weights[m, r], y[m, r], acc)`, then for the shared
+    expert `acc = fma(1, shared[m], acc)`; `total = round(residual + acc)`, `out = rms_norm(total)`
 
     Args:
         y: Rows of `expert_mlp`, from whichever rank has the expert.
@@ -238,6 +244,7 @@ def combine_experts_add_rms_norm(
         gain: Scale of each channel.
         eps: Added to the mean square, in units of total**2.
         backend: Which implementation runs.
+        shared: Of the expert that every row has; None if there is none.
 
     Returns:
         The new residual stream, and its normalised rows.
@@ -248,7 +255,9 @@ def combine_experts_add_rms_norm(
         as `rms_norm` does.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    return KERNELS[backend].combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    return KERNELS[backend].combine_experts_add_rms_norm(
+        y, weights, residual, gain, eps=eps, shared=shared
+    )
 
 
 def route_mlp(
@@ -259,7 +268,8 @@ def route_mlp(
     top_k: int,
     renormalise: bool,
     backend: Backend,
-) -> tuple[Activation[Array, "M Q D"], Float32[Array, "M Q"]]:
+    shared: SharedExpert | None = None,
+) -> tuple[Activation[Array, "M X D"], Float32[Array, "M Q"]]:
     """`route` and `expert_mlp` where every expert is here.
 
     Args:
@@ -269,9 +279,11 @@ def route_mlp(
         top_k: Experts of a row, Q.
         renormalise: Whether a row's weights add up to 1.
         backend: Which implementation runs.
+        shared: The expert that every row has, if it `joins_experts`.
 
     Returns:
-        The rows of `expert_mlp`, and the weights of `route`.
+        The rows of `expert_mlp`, then with `shared` that of the shared expert without its gate
+        (X is Q, or Q + 1), and the weights of `route`.
 
     Raises:
         ValueError: If `top_k` is not from 1 to u, or the shapes do not agree.
@@ -282,7 +294,16 @@ def route_mlp(
     """
     _check_logits(logits, experts.gate_up.shape[0], top_k)
     _check_experts(x, *experts)
-    return KERNELS[backend].route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
+    return KERNELS[backend].route_mlp(
+        x, logits, experts, top_k=top_k, renormalise=renormalise, shared=shared
+    )
+
+
+def joins_experts(
+    num_rows: int, experts: ExpertWeights, shared: SharedExpert, *, backend: Backend
+) -> bool:
+    """Whether `route_mlp` multiplies so many rows by the shared expert too, in its launches."""
+    return KERNELS[backend].joins_experts(num_rows, experts, shared)
 
 
 def defers_experts(num_rows: int, width: int, *, backend: Backend) -> bool:
@@ -304,10 +325,11 @@ def combine_experts_norm_linear(
     eps: float,
     out_dtype: jnp.dtype,
     backend: Backend,
+    shared: SharedRows | None = None,
 ) -> tuple[Activation[Array, "M O"], Activation[Array, "M D"]]:
     """Add a row's experts to the residual stream, normalise, and multiply.
 
-    `total, x = combine_experts_add_rms_norm(y, weights, residual, gain)` and
+    `total, x = combine_experts_add_rms_norm(y, weights, residual, gain, shared)` and
     `out = linear(x, w, bias)`
 
     Args:
@@ -320,6 +342,7 @@ def combine_experts_norm_linear(
         eps: Of the norm.
         out_dtype: What the product is rounded to; float32 keeps it.
         backend: Which implementation runs.
+        shared: Of the expert that every row has; None if there is none.
 
     Returns:
         The product, and the new residual stream.
@@ -335,7 +358,7 @@ def combine_experts_norm_linear(
     if not y.shape[2] == residual.shape[1] == w.shape[1]:
         raise ValueError(f"{y.shape=}, {residual.shape=} and {w.shape=} must end with the same D")
     return KERNELS[backend].combine_experts_norm_linear(
-        y, weights, residual, gain, w, bias, eps=eps, out_dtype=out_dtype
+        y, weights, residual, gain, w, bias, eps=eps, out_dtype=out_dtype, shared=shared
     )
 
 
@@ -350,6 +373,7 @@ def route_mlp_add_rms_norm(
     renormalise: bool,
     eps: float,
     backend: Backend,
+    shared: SharedRows | None = None,
 ) -> tuple[Activation[Array, "M D"], Activation[Array, "M D"]]:
     """`route`, `expert_mlp` and `combine_experts_add_rms_norm` where every expert is here.
 
@@ -366,6 +390,7 @@ def route_mlp_add_rms_norm(
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square, in units of total**2.
         backend: Which implementation runs.
+        shared: Of the expert that every row has; None if there is none.
 
     Returns:
         The new residual stream, and its normalised rows.
@@ -380,5 +405,6 @@ def route_mlp_add_rms_norm(
     _check_logits(logits, experts.gate_up.shape[0], top_k)
     _check_experts(x, *experts)
     return KERNELS[backend].route_mlp_add_rms_norm(
-        x, logits, experts, residual, gain, top_k=top_k, renormalise=renormalise, eps=eps
-    )
+        x, logits, experts, residual, gain, top_k=top_k, renormalise=renormalise, eps=eps,
+        shared=shared,
+    )  # fmt: skip

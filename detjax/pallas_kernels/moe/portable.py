@@ -13,8 +13,14 @@ from detjax.pallas_kernels.linear.portable import COLS as PRODUCT_COLS
 from detjax.pallas_kernels.linear.portable import leaf_sum, linear
 from detjax.pallas_kernels.linear.portable_w8a8 import quantize_rows, scaled_sum, w8a8_product
 from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import (
+    ExpertWeights,
+    SharedExpert,
+    SharedRows,
+    with_shared,
+)
 from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
+from detjax.pallas_kernels.output_gate.portable import sigmoid_gate
 from detjax.pallas_kernels.rms_norm.portable import add_rms_norm
 from detjax.pallas_kernels.swiglu.portable import swiglu
 
@@ -274,9 +280,10 @@ def expert_mlp(
 
 @partial(jax.jit, static_argnames=("eps",))
 def combine_experts_add_rms_norm(
-    y, weights, residual, gain, *, eps: float
+    y, weights, residual, gain, *, eps: float, shared: SharedRows | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.combine_experts_add_rms_norm`."""
+    y, weights = with_shared(y, weights, shared, sigmoid_gate)
     num_rows, top_k, width = y.shape
     y, weights = pad_axis(y, 0, ROWS), pad_axis(weights, 0, ROWS)
     # SHAPE: hidden from the compiler, so a sum of one is still a loop that starts from zero.
@@ -307,13 +314,20 @@ def combine_experts_add_rms_norm(
 
 
 def route_mlp(
-    x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
-) -> tuple[jax.Array, jax.Array]:
+    x, logits, experts: ExpertWeights, *,
+    top_k: int, renormalise: bool, shared: SharedExpert | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: the two operations, one after the other."""
+    assert shared is None  # `joins_experts` says so
     expert_ids, weights = route(
         logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
     return expert_mlp(x, expert_ids, experts, first_expert=0), weights
+
+
+def joins_experts(num_rows: int, experts: ExpertWeights, shared: SharedExpert) -> bool:
+    """See `api.joins_experts`: no, as launches cost nothing here."""
+    return False
 
 
 def defers_experts(num_rows: int, width: int) -> bool:
@@ -322,10 +336,11 @@ def defers_experts(num_rows: int, width: int) -> bool:
 
 
 def combine_experts_norm_linear(
-    y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+    y, weights, residual, gain, w, bias, *,
+    eps: float, out_dtype: jnp.dtype, shared: SharedRows | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
-    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps, shared=shared)
     if isinstance(w, W8A8Matrix):
         rows = RowsToQuantize(values=x, coding=w.row_coding)
         return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
@@ -334,8 +349,8 @@ def combine_experts_norm_linear(
 
 def route_mlp_add_rms_norm(
     x, logits, experts: ExpertWeights, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float,
+    top_k: int, renormalise: bool, eps: float, shared: SharedRows | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
     y, weights = route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
-    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps, shared=shared)

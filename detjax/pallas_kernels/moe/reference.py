@@ -9,9 +9,15 @@ import numpy as np
 
 from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.linear.reference import linear, quantize_rows, scaled_sums, w8a8_product
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import (
+    ExpertWeights,
+    SharedExpert,
+    SharedRows,
+    with_shared,
+)
 from detjax.pallas_kernels.moe.portable import defers_experts as defers_experts
 from detjax.pallas_kernels.moe.sigmoid_router import SMALLEST_SUM
+from detjax.pallas_kernels.output_gate.reference import sigmoid_gate
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rms_norm.reference import add_rms_norm, join
 from detjax.pallas_kernels.swiglu.reference import swiglu
@@ -97,17 +103,20 @@ def _products_of_experts(rows, ids, w, bias, out_dtype: jnp.dtype) -> jax.Array:
 
 
 def combine_experts_add_rms_norm(
-    y, weights, residual, gain, *, eps: float
+    y, weights, residual, gain, *, eps: float, shared: SharedRows | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.combine_experts_add_rms_norm`."""
+    y, weights = with_shared(y, weights, shared, sigmoid_gate)
     total = call("add_experts", jax.ShapeDtypeStruct(residual.shape, jnp.float32), y, weights)
     return add_rms_norm(total, residual, None, gain, eps=eps)
 
 
 def route_mlp(
-    x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool
-) -> tuple[jax.Array, jax.Array]:
+    x, logits, experts: ExpertWeights, *,
+    top_k: int, renormalise: bool, shared: SharedExpert | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: the two operations, one after the other."""
+    assert shared is None  # `joins_experts` says so
     expert_ids, weights = route(
         logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise
     )
@@ -115,10 +124,11 @@ def route_mlp(
 
 
 def combine_experts_norm_linear(
-    y, weights, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+    y, weights, residual, gain, w, bias, *,
+    eps: float, out_dtype: jnp.dtype, shared: SharedRows | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.combine_experts_norm_linear`: the two operations, one after the other."""
-    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    total, x = combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps, shared=shared)
     if isinstance(w, W8A8Matrix):
         rows = RowsToQuantize(values=x, coding=w.row_coding)
         return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
@@ -127,8 +137,8 @@ def combine_experts_norm_linear(
 
 def route_mlp_add_rms_norm(
     x, logits, experts: ExpertWeights, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float,
+    top_k: int, renormalise: bool, eps: float, shared: SharedRows | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: the operations, one after the other."""
     y, weights = route_mlp(x, logits, experts, top_k=top_k, renormalise=renormalise)
-    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps)
+    return combine_experts_add_rms_norm(y, weights, residual, gain, eps=eps, shared=shared)

@@ -7,14 +7,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from detjax.pallas_kernels.linear.quantized import BLOCK, RowsToQuantize, W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    BLOCK,
+    RowsToQuantize,
+    W8A8Matrix,
+    is_quantized,
+)
 from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
 from detjax.pallas_kernels.linear.sm90_w8a8 import quantizes_rows, sum_norm_product, w8a8_product
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
-from detjax.pallas_kernels.moe.expert_weights import ClampedExperts, ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import (
+    ClampedExperts,
+    ExpertWeights,
+    SharedExpert,
+    SharedRows,
+)
 from detjax.pallas_kernels.moe.sm90_combine import (
     combine_rows_add_rms_norm,
     read_experts,
@@ -207,8 +217,9 @@ def expert_mlp(
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def combine_experts_add_rms_norm(
-    y, weights, residual, gain, *, eps: float, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+    y, weights, residual, gain, *,
+    eps: float, shared: SharedRows | None = None, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.combine_experts_add_rms_norm`.
 
     Numerics:
@@ -217,14 +228,15 @@ def combine_experts_add_rms_norm(
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     return combine_rows_add_rms_norm(
-        y.reshape(-1, y.shape[-1]), None, weights, residual, gain, eps=eps, interpret=interpret
-    )
+        y.reshape(-1, y.shape[-1]), None, weights, residual, gain,
+        eps=eps, shared=shared, interpret=interpret,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
 def expert_mlp_add_rms_norm(
     x, expert_ids, weights, experts: ExpertWeights, residual, gain, *,
-    eps: float, tiles: MlpTiles | None = None, interpret=None,
+    eps: float, shared: SharedRows | None = None, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`expert_mlp` of all experts, then `combine_experts_add_rms_norm`: no row is put in order.
 
@@ -239,15 +251,14 @@ def expert_mlp_add_rms_norm(
     if places is not None:
         places = places.reshape(expert_ids.shape)
     return combine_rows_add_rms_norm(
-        y, places, weights, residual, gain, eps=eps, interpret=interpret is not None
+        y, places, weights, residual, gain, eps=eps, shared=shared, interpret=interpret is not None
     )
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "eps", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "eps", "interpret"))
 def route_mlp_add_rms_norm(
     x, logits, experts: ExpertWeights, residual, gain, *,
-    top_k: int, renormalise: bool, eps: float,
-    tiles: MlpTiles | None = None, interpret=None,
+    top_k: int, renormalise: bool, eps: float, shared: SharedRows | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp_add_rms_norm`: few rows are routed in the launch of the first product.
 
@@ -260,34 +271,35 @@ def route_mlp_add_rms_norm(
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
         eps: Added to the mean square.
-        tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
+        shared: Of the expert that every row has, if one has.
         interpret: How to interpret the kernels, if so.
 
     Numerics:
         The bits of `route`, `expert_mlp` and `combine_experts_add_rms_norm`: the same instructions.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
-    tiles = tiles or _tiles_for(x, top_k, experts.gate_up)
+    tiles = _tiles_for(x, top_k, experts.gate_up)
     if not tiles.is_few:
         ids, weights = route(
             logits, num_experts=experts.gate_up.shape[0], top_k=top_k, renormalise=renormalise,
             interpret=interpret is not None,
         )  # fmt: skip
         return expert_mlp_add_rms_norm(
-            x, ids, weights, experts, residual, gain, eps=eps, tiles=tiles, interpret=interpret
-        )
+            x, ids, weights, experts, residual, gain,
+            eps=eps, shared=shared, tiles=tiles, interpret=interpret,
+        )  # fmt: skip
     y, weights = route_mlp(
         x, logits, experts, top_k=top_k, renormalise=renormalise, tiles=tiles, interpret=interpret
     )
     return combine_experts_add_rms_norm(
-        y, weights, residual, gain, eps=eps, interpret=interpret is not None
+        y, weights, residual, gain, eps=eps, shared=shared, interpret=interpret is not None
     )
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "interpret"))
 def route_mlp(
     x, logits, experts: ExpertWeights, *, top_k: int, renormalise: bool,
-    tiles: MlpTiles | None = None, interpret=None,
+    shared: SharedExpert | None = None, tiles: MlpTiles | None = None, interpret=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.route_mlp`: few rows are routed in the launch of the first product.
 
@@ -297,11 +309,13 @@ def route_mlp(
         experts: The weights of each.
         top_k: Experts of a row.
         renormalise: Whether a row's weights add up to 1.
+        shared: The expert that every row has, if it `joins_experts`; its row comes last.
         tiles: Overrides the choice by M, for tests and benchmarks; changes no bit.
         interpret: How to interpret the kernels, if so.
 
     Numerics:
-        The bits of `route` and `expert_mlp`: the same instructions.
+        The bits of `route` and `expert_mlp`: the same instructions. Those of the shared row are of
+        `linear_swiglu` and `linear`, which experts have as well.
         Claims: run-invariant, batch-invariant, path-consistent.
     """
     w_gate_up, w_down, extras = experts
@@ -320,16 +334,27 @@ def route_mlp(
     first = (_rows_for(x, w_gate_up, tiles.gate_up, interpret), w_gate_up, logits, gate_up_bias)
     options |= {"tiles": tiles.gate_up, "clamp": clamp, "interpret": interpret}
     if x.shape[0] == 1:
-        hidden, ids, weights = routed_matmul_one(*first, **options)
+        of_shared = (None, None) if shared is None else (shared.gate_up, shared.down)
+        hidden, ids, weights = routed_matmul_one(*first, of_shared[0], **options)
         rows = _rows_for(hidden, w_down, tiles.down, interpret)
-        y = one_row_matmul(rows, w_down, ids[0], down_bias, tiles=tiles.down, interpret=interpret)
+        y = one_row_matmul(
+            rows, w_down, ids[0], down_bias, of_shared[1], tiles=tiles.down, interpret=interpret
+        )
     else:
         hidden, work, _, weights = routed_matmul_few(*first, **options)
         y = grouped_matmul(
             _rows_for(hidden, w_down, tiles.down, interpret), w_down, work, bias=down_bias,
             tiles=tiles.down, by_slot=True, interpret=interpret,
         )  # fmt: skip
-    return y.reshape(x.shape[0], top_k, x.shape[1]), weights
+    return y.reshape(x.shape[0], -1, x.shape[1]), weights
+
+
+def joins_experts(num_rows: int, experts: ExpertWeights, shared: SharedExpert) -> bool:
+    """See `api.joins_experts`: one row of bfloat16, of experts as wide as that one."""
+    matrices = *experts[:2], *shared
+    is_plain = experts.extras is None and not any(map(is_quantized, matrices))
+    is_as_wide = is_plain and shared.gate_up.shape == experts.gate_up.shape[1:]
+    return num_rows == 1 and is_as_wide and {m.dtype for m in matrices} == {jnp.dtype("bfloat16")}
 
 
 def defers_experts(num_rows: int, width: int) -> bool:
@@ -338,8 +363,9 @@ def defers_experts(num_rows: int, width: int) -> bool:
 
 
 def combine_experts_norm_linear(
-    y, weights, residual, gain, w, bias, *, eps: float, out_dtype, interpret=None
-) -> tuple[jax.Array, jax.Array]:
+    y, weights, residual, gain, w, bias, *,
+    eps: float, out_dtype, shared: SharedRows | None = None, interpret=None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.combine_experts_norm_linear`: one launch for rows that `defers_experts` says.
 
     Numerics:
@@ -353,13 +379,13 @@ def combine_experts_norm_linear(
         is_late = is_late and quantizes_rows(rows)
     if not is_late:
         total, x = combine_experts_add_rms_norm(
-            y, weights, residual, gain, eps=eps, interpret=interpret is not None
+            y, weights, residual, gain, eps=eps, shared=shared, interpret=interpret is not None
         )
         if is_w8a8:
             rows = RowsToQuantize(values=x, coding=w.row_coding)
             return w8a8_product(rows, w, bias, None, out_dtype=out_dtype), total
         return linear(x, w, bias, out_dtype=out_dtype), total
-    terms = y.reshape(-1, y.shape[-1]), weights
+    terms = (y.reshape(-1, y.shape[-1]), weights, *([] if shared is None else [shared]))
     norm = InputNorm(gain=gain, terms=terms, eps=eps, read_row=read_experts)
     multiply = sum_norm_product if is_w8a8 else sum_norm_linear
     out, total = multiply(residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret)

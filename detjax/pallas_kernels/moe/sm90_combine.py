@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.moe.expert_weights import SharedRows, shared_values
+from detjax.pallas_kernels.output_gate.sm90 import gated, sigmoid_gate
 from detjax.pallas_kernels.rms_norm.sm90 import (
     add_rms_norm,
     choose_schedule,
@@ -27,6 +29,20 @@ def _weighted(ys: list, weights: list, math: rows.Arithmetic):
         # ORDER: ranks left to right, one fma each, float32.
         total = math.fma(math.full(shape, weight), y.astype(jnp.float32), total)
     return total
+
+
+def _with_shared(total, shared: SharedRows | None, row, columns, math: rows.Arithmetic):
+    """The sum with what the expert of every row gives, gated by the pass of `sigmoid_gate`."""
+    if shared is None:
+        return total
+    stored = math.load(shared.rows.at[shared.first + row, columns])
+    value = stored.astype(jnp.float32)
+    if shared.gate is not None:
+        gate = shared.gate[row, shared.column].astype(stored.dtype).astype(jnp.float32)
+        value = gated(math.full(total.shape, gate), value, math)
+        value = value.astype(stored.dtype).astype(jnp.float32)  # ROUND: once
+    # ORDER: behind the row's own experts, by an fma of weight 1.
+    return math.fma(math.full(total.shape, 1.0), value, total)
 
 
 HALF_CHUNK = rows.LANES // 2
@@ -63,11 +79,29 @@ def read_experts(residual_gmem, terms_gmem, row, columns, math: rows.Arithmetic)
 
     The instructions of `combine_rows_add_rms_norm`; for `linear.sm90.sum_norm_linear`.
     """
-    y_gmem, weights_gmem = terms_gmem
+    y_gmem, weights_gmem, *shared = terms_gmem
     slots, scales = _reader(y_gmem, None, weights_gmem, row, weights_gmem.shape[1])
     ys = [math.load(y_gmem.at[slot, columns]) for slot in slots]
+    total = _weighted(ys, scales, math)
+    total = _with_shared(total, shared[0] if shared else None, row, columns, math)
     residual = math.load(residual_gmem.at[row, columns])
-    return joined([_weighted(ys, scales, math)], residual, None, residual_gmem.dtype)
+    return joined([total], residual, None, residual_gmem.dtype)
+
+
+def _with_slot(y, places, weights, shared: SharedRows | None, *, interpret: bool) -> tuple:
+    """Rows, places and weights with one more slot a row, the shared expert's."""
+    if shared is None:
+        return y, places, weights
+    num_rows, top_k = weights.shape
+    if places is None:
+        places = jnp.arange(num_rows * top_k, dtype=jnp.int32).reshape(num_rows, top_k)
+    gate = functools.partial(sigmoid_gate, interpret=interpret)
+    last = len(y) + jnp.arange(num_rows, dtype=jnp.int32)
+    return (
+        jnp.concatenate([y, shared_values(shared, num_rows, gate)]),
+        jnp.concatenate([places, last[:, None]], axis=1),
+        jnp.concatenate([weights, jnp.ones((num_rows, 1), jnp.float32)], axis=1),
+    )
 
 
 def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
@@ -105,8 +139,9 @@ def _combine(y, places, weights, *, interpret: bool) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def combine_rows_add_rms_norm(
-    y, places, weights, residual, gain, *, eps: float, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+    y, places, weights, residual, gain, *,
+    eps: float, shared: SharedRows | None = None, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`combine_experts_add_rms_norm` of rows [S, D] that lie where `places` says.
 
     Args:
@@ -116,6 +151,7 @@ def combine_rows_add_rms_norm(
         residual: [M, D].
         gain: [D].
         eps: Added to the mean square.
+        shared: Of the expert that every row has, if one has.
         interpret: Run in interpret mode.
 
     Numerics:
@@ -127,6 +163,7 @@ def combine_rows_add_rms_norm(
     top_k = weights.shape[1]
     form = row_sum(width)
     if not form.is_wide:
+        y, places, weights = _with_slot(y, places, weights, shared, interpret=interpret)
         total = _combine(y, places, weights, interpret=interpret)
         return add_rms_norm(total, residual, None, gain, eps=eps, interpret=interpret)
     schedule = choose_schedule(num_rows=num_rows, num_chunks=form.num_parts, num_leaves=1)
@@ -140,6 +177,7 @@ def combine_rows_add_rms_norm(
         y_gmem,  # [S, D]
         places_gmem,  # [M, k] int32, or None
         weights_gmem,  # [M, k] f32
+        shared_gmem,  # `SharedRows`, or None
         residual_gmem,  # [M, D]
         gain_gmem,  # [D]
         total_gmem,  # [M, D]
@@ -154,9 +192,8 @@ def combine_rows_add_rms_norm(
         values = []
         for i, c in enumerate(columns):
             ys = [math.load(y_gmem.at[slot, c]) for slot in slots]
-            value = joined(
-                [_weighted(ys, scales, math)], math.load(residual_gmem.at[row, c]), None, dtype
-            )
+            added = _with_shared(_weighted(ys, scales, math), shared_gmem, row, c, math)
+            value = joined([added], math.load(residual_gmem.at[row, c]), None, dtype)
             total_gmem[row, c] = value
             values.append(value.astype(jnp.float32))
             sums_smem[first_chunk + i, :] = rows.square_sums(values[-1], math)
@@ -175,7 +212,7 @@ def combine_rows_add_rms_norm(
     options = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
     total, out = rows.run_kernel(
         body,
-        (y, places, weights, residual, gain),
+        (y, places, weights, shared, residual, gain),
         out=[shape, shape],
         grid={"row": num_rows},
         name="detjax_moe_combine_rms_norm",

@@ -71,11 +71,13 @@ class Few:
         top_k: Experts of a row.
         routes: Whether it is given the router's logits, else ids and the first expert here.
         renormalise: See `api.route`.
+        has_shared: Whether one row has an expert more, the last, as every row has it.
     """
 
     top_k: int
     routes: bool = False
     renormalise: bool = False
+    has_shared: bool = False
 
 
 def _rows_block(shape, is_interpreted: bool, dtype=jnp.bfloat16):
@@ -124,6 +126,7 @@ class _Operands(NamedTuple):
     first_expert: Any = None  # [1] int32
     bias: Any = None  # [e, N], or [e, 2 F] if gated
     coding: Any = None  # `RowCoding` of rows that every CTA quantises
+    shared: Any = None  # [N, K], or [2 F, K] if gated: of the expert that every row has
 
 
 class _Results(NamedTuple):
@@ -202,7 +205,7 @@ class _Plan:
     @property
     def num_slots(self) -> int:
         """Rows of the output."""
-        return self.num_rows * (self.few.top_k if self.few else 1)
+        return self.num_rows * (self.few.top_k + self.few.has_shared if self.few else 1)
 
     @property
     def places_rows(self) -> bool:
@@ -357,8 +360,14 @@ class _Cta:
         return entry, lax.rem(item, col_tiles) * self.plan.tiles.out_cols
 
     def expert_of(self, entry):
-        """The expert of a tile."""
-        return self.experts[entry] if self.plan.is_one_row else self.work.tiles[EXPERT, entry]
+        """The expert of a tile; of the shared one the number of those here."""
+        if not self.plan.is_one_row:
+            return self.work.tiles[EXPERT, entry]
+        if self.operands.shared is None:
+            return self.experts[entry]
+        num_own = self.experts.shape[0]
+        own = self.experts[jnp.minimum(entry, num_own - 1)]
+        return jnp.where(entry < num_own, own, self.plan.num_local)
 
     def rows_of(self, entry):
         """First sorted row of a tile, and how many."""
@@ -690,12 +699,21 @@ class _Cta:
         plan, k_step = self.plan, self.plan.tiles.k
         slot = self.ring.claim(first + i)
         full = self.memory.full.at[slot]
-        for piece, size, offset in plan.weight_pieces:
-            plgpu.copy_gmem_to_smem(
-                self.operands.w.at[expert, pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
-                self.memory.w.at[slot, pl.ds(piece, size)],
-                full,
-            )
+
+        def load_weights(w) -> None:
+            for piece, size, offset in plan.weight_pieces:
+                plgpu.copy_gmem_to_smem(
+                    w.at[pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
+                    self.memory.w.at[slot, pl.ds(piece, size)],
+                    full,
+                )
+
+        if self.operands.shared is not None:
+            is_shared = expert == plan.num_local
+            pl.when(is_shared)(lambda: load_weights(self.operands.shared))
+            pl.when(~is_shared)(lambda: load_weights(self.operands.w.at[expert]))
+        else:
+            load_weights(self.operands.w.at[expert])
         for s in range(0 if plan.tiles.held else plan.slabs):
             plgpu.copy_gmem_to_smem(
                 self.operands.x.at[
@@ -806,7 +824,7 @@ def _memory_types(plan: _Plan) -> _Memory:
         out=_rows_block(out_shape, plan.is_interpreted),
         zeros=plgpu.SMEM((256,), jnp.bfloat16) if plan.writes_zeros else None,
         work=work if plan.makes_list else None,
-        experts=plgpu.SMEM((plan.num_slots,), jnp.int32) if is_routed_row else None,
+        experts=plgpu.SMEM((plan.few.top_k,), jnp.int32) if is_routed_row else None,
         few=few_memory(plan.num_local) if plan.makes_list else None,
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
@@ -837,6 +855,8 @@ def _grouped(
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
     plan.check(dtype)
+    if operands.shared is not None and not (is_one_row and dtype == jnp.bfloat16):
+        raise ValueError("only one row of bfloat16 meets a shared expert beside its own")
 
     def body(operands: _Operands, results: _Results, memory: _Memory):
         cta = _Cta(
@@ -900,18 +920,21 @@ def grouped_matmul(
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
-def one_row_matmul(x, w, ids, bias=None, *, tiles: GroupedTiles, interpret=None) -> jax.Array:
+def one_row_matmul(
+    x, w, ids, bias=None, shared=None, *, tiles: GroupedTiles, interpret=None
+) -> jax.Array:
     """`grouped_matmul` of a row's experts, in order of rank: row r of `x` by expert `ids[r]`.
 
     Args:
-        x: A row an expert, [k, K].
+        x: A row an expert, [k, K]; one more with `shared`.
         w: As for `grouped_matmul`, of every expert.
         ids: int32 [k], all different.
         bias: As for `grouped_matmul`.
+        shared: [N, K], which the last row meets; None if there is no such row.
         tiles: Swapped, with 8 columns.
         interpret: How to interpret it, if so.
     """
-    operands = _Operands(x=x, w=w, ids=ids, bias=bias)
+    operands = _Operands(x=x, w=w, ids=ids, bias=bias, shared=shared)
     return _grouped(operands, tiles=tiles, by_slot=True, is_one_row=True, interpret=interpret).out
 
 
@@ -921,6 +944,7 @@ def routed_matmul_one(
     w,
     logits,
     bias=None,
+    shared=None,
     *,
     top_k: int,
     renormalise: bool,
@@ -935,6 +959,7 @@ def routed_matmul_one(
         w: As for `grouped_matmul`, of every expert.
         logits: float32 [1, e], or wider: what is behind the experts' is not read.
         bias: As for `grouped_matmul`.
+        shared: [2 F, K], of the expert that every row has; None if there is none.
         top_k: Experts of the row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
@@ -942,10 +967,12 @@ def routed_matmul_one(
         interpret: How to interpret it, if so.
 
     Returns:
-        The rows of outputs, [k, N], and the ids and weights of `route`, [1, k].
+        The rows of outputs, [k, N], with `shared` one more, and the ids and weights of `route`,
+        [1, k].
     """
-    few = Few(top_k=top_k, routes=True, renormalise=renormalise)
-    operands = _Operands(x=x, w=w, logits=logits, bias=bias)
+    has_shared = shared is not None
+    few = Few(top_k=top_k, routes=True, renormalise=renormalise, has_shared=has_shared)
+    operands = _Operands(x=x, w=w, logits=logits, bias=bias, shared=shared)
     made = _grouped(
         operands, tiles=tiles, few=few, is_one_row=True, clamp=clamp, interpret=interpret
     )

@@ -9,7 +9,7 @@ from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.swiglu.sm90 import gate_columns, over_decay
 
 
-def _gated(gate, heads, math: rows.Arithmetic):
+def gated(gate, heads, math: rows.Arithmetic):
     """`1 / (1 + exp(-gate)) * heads` in float32: SwiGLU's quotient, then a rounded product."""
     return math.mul(over_decay(math.full(gate.shape, 1.0), gate, math), heads)
 
@@ -26,4 +26,4 @@ def sigmoid_gate(heads, gate, *, interpret: bool = False) -> jax.Array:
         # ROUND: once, to the dtype.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
-    return gate_columns(gate, heads, _gated, name="detjax_sigmoid_gate", interpret=interpret)
+    return gate_columns(gate, heads, gated, name="detjax_sigmoid_gate", interpret=interpret)
