@@ -16,8 +16,10 @@ from detjax.pallas_kernels.linear import portable, sm90, sm90_flat_matmul, sm90_
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import (
+    Added,
     FlatTiles,
     HeldRows,
+    OperandType,
     Product,
     Rows,
     TallTiles,
@@ -549,6 +551,45 @@ def test_chosen_tiles_fit():
                 used = smem_bytes(tiles, out_bytes=out_bytes, has_residual=has_residual)
                 assert used <= SMEM_BYTES // tiles.ctas_per_sm
                 assert tiles.stages >= 2
+
+
+@pytest.mark.parametrize("num_out", [64, 128, 192, 320, 8512, 10304])
+def test_no_choice_leaves_a_warpgroup_without_outputs(num_out):
+    """What it stores would land in those of the first one (`flat_matmul`, `tall_matmul`)."""
+    kinds = (
+        {"out_bytes": 4}, {"out_bytes": 2}, {"out_bytes": 2, "has_bias": True},
+        {"out_bytes": 2, "is_gated": True}, {"out_bytes": 2, "num_leaves": 4},
+        {"out_bytes": 2, "num_leaves": 4, "has_residual": True},
+        {"out_bytes": 2, "added": Added.ADAPTERS}, {"out_bytes": 2, "operands": OperandType.INT8},
+        {"out_bytes": 2, "operands": OperandType.FLOAT8, "is_gated": True},
+    )  # fmt: skip
+    for num_rows in (*range(1, 300), 512, 1000, 4096):
+        for kind in kinds:
+            if "is_gated" in kind and num_out % 128:
+                continue
+            sizes = {"num_leaves": 1, "leaf_len": 512} | kind
+            tiles = choose_tiles(Product(num_rows=num_rows, num_out=num_out, **sizes))
+            if isinstance(tiles, FlatTiles):
+                of_one, all_of_it = tiles.rows, num_out
+            else:
+                of_one, all_of_it = 64, num_rows
+            assert all_of_it > (tiles.num_wgs - 1) * of_one, (num_rows, kind, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 33, 64, 65, 66, 71, 72, 73, 80, 128, 129, 200, 300])
+def test_products_of_64_outputs_are_those_of_more(num_rows):
+    """65 to 72 rows gave zeros: two warpgroups had one tile, and the last one's had no weights."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal((n, 1024)), BF16) for n in (num_rows, 256))
+    options = {"out_dtype": BF16}
+    want = sm90.linear(x, w, None, **options)
+    for first in (0, 64):
+        got = sm90.linear(x, w[first : first + 64], None, **options)
+        assert_bitwise_equal(got, want[:, first : first + 64], claim=f"{num_rows} rows")
+    gated = sm90.linear_swiglu(x, w[:128])
+    both = sm90.linear(x, w[:128], None, **options)
+    assert_bitwise_equal(gated, sm90_swiglu.swiglu(both), claim=f"gates and ups of {num_rows} rows")
 
 
 @pytest.mark.parametrize("width", NORM_WIDTHS)

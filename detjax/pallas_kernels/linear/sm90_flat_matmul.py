@@ -381,6 +381,8 @@ class _Plan:
             raise ValueError(f"float8 is added by chunks of {FLOAT8_CHUNK}, so {t.k=} must be more")
         if self.is_w8a8 and (self.num_leaves * t.groups > 1 or self.num_out % self.cta_out_rows):
             raise ValueError(f"{t} must take all of K, and divide N={self.num_out}")
+        if t.num_wgs > 1 and self.num_out <= t.out_rows:
+            raise ValueError(f"N={self.num_out} leaves the second warpgroup of {t} without outputs")
         num_above = self.num_out - self.num_below
         if self.num_below and (t.is_gated or t.coding or num_above % self.cta_out_rows):
             raise ValueError(f"{num_above} weights above others must be whole tiles of {t}")

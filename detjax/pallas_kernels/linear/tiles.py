@@ -716,7 +716,9 @@ def _one_leaf_tiles(p: Product) -> MatmulTiles:
     if p.is_w8a8:
         flat_cols = _w8a8_cols(-(-num_rows // parts))
     flat_cost = waves(-(-num_out // (2 * rows)) * parts) * flat_cols * (rows // 64) / 0.8
-    is_whole = not p.is_w8a8 or num_out % (2 * rows) == 0
+    # WHY: of an output of one box's width TMA's index is dropped, so a second warpgroup's zeros
+    # would land in it.
+    is_whole = num_out % (2 * rows) == 0 if p.is_w8a8 else num_out > rows
     is_whole = is_whole and not has_adapters
     if out_bytes == 2 and num_rows % 128 and flat_cost < cost(best) and is_whole:
         return FlatTiles(cols=flat_cols, num_wgs=2, k=k, stages=2, is_gated=is_gated)

@@ -223,7 +223,7 @@ def expert_linear(
 
 
 def combine_experts_add_rms_norm(
-    y: Activation[Array, "M Q D"],
+    y: Activation[Array, "M X D"],
     weights: Float32[Array, "M Q"],
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
@@ -238,7 +238,8 @@ def combine_experts_add_rms_norm(
     expert `acc = fma(1, shared[m], acc)`; `total = round(residual + acc)`, `out = rms_norm(total)`
 
     Args:
-        y: Rows of `expert_mlp`, from whichever rank has the expert.
+        y: Rows of `expert_mlp`, from whichever rank has the expert; Q of X, as `route_mlp` may
+            leave that of the shared expert behind them.
         weights: Of `route`.
         residual: The residual stream.
         gain: Scale of each channel.
@@ -315,7 +316,7 @@ def defers_experts(num_rows: int, width: int, *, backend: Backend) -> bool:
 
 
 def combine_experts_norm_linear(
-    y: Activation[Array, "M Q D"],
+    y: Activation[Array, "M X D"],
     weights: Float32[Array, "M Q"],
     residual: Activation[Array, "M D"],
     gain: Activation[Array, " D"],
@@ -333,7 +334,7 @@ def combine_experts_norm_linear(
     `out = linear(x, w, bias)`
 
     Args:
-        y: Rows of `expert_mlp`.
+        y: Rows of `expert_mlp`, or of `route_mlp`, as in `combine_experts_add_rms_norm`.
         weights: Of `route`.
         residual: The residual stream.
         gain: Of the norm.

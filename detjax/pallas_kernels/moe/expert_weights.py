@@ -84,7 +84,7 @@ def shared_values(shared: SharedRows, num_rows: int, sigmoid_gate: Callable) -> 
 
 
 def with_shared(
-    y: Activation[Array, "M Q D"],
+    y: Activation[Array, "M E D"],
     weights: Float32[Array, "M Q"],
     shared: SharedRows | None,
     sigmoid_gate: Callable,
@@ -92,7 +92,7 @@ def with_shared(
     """Rows of experts with that of the shared one, and their weights."""
     if shared is None:
         return y, weights
-    rows = shared_values(shared, len(y), sigmoid_gate)
+    y, rows = y[:, : weights.shape[1]], shared_values(shared, len(y), sigmoid_gate)
     ones = jnp.ones((len(y), 1), jnp.float32)
     return (
         jnp.concatenate([y, rows[:, None]], axis=1),

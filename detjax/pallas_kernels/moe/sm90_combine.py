@@ -68,7 +68,8 @@ def _reader(y_gmem, places_gmem, weights_gmem, row, top_k: int):
     """The rows of `y` and the weights of one token."""
     weights = [weights_gmem[row, r] for r in range(top_k)]
     if places_gmem is None:
-        slots = [row * top_k + r for r in range(top_k)]
+        of_row = y_gmem.shape[0] // weights_gmem.shape[0]  # more than k with a shared expert
+        slots = [row * of_row + r for r in range(top_k)]
     else:
         slots = [places_gmem[row, r] for r in range(top_k)]
     return slots, weights
@@ -94,7 +95,7 @@ def _with_slot(y, places, weights, shared: SharedRows | None, *, interpret: bool
         return y, places, weights
     num_rows, top_k = weights.shape
     if places is None:
-        places = jnp.arange(num_rows * top_k, dtype=jnp.int32).reshape(num_rows, top_k)
+        places = jnp.arange(len(y), dtype=jnp.int32).reshape(num_rows, -1)[:, :top_k]
     gate = functools.partial(sigmoid_gate, interpret=interpret)
     last = len(y) + jnp.arange(num_rows, dtype=jnp.int32)
     return (
