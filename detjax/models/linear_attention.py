@@ -6,11 +6,8 @@ filters and gates by the same functions.
 """
 
 import dataclasses
-import itertools
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from detjax.array_types import Activation, Array
 from detjax.models.config import LinearAttentionConfig
@@ -18,47 +15,26 @@ from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.pages import HybridPages
 from detjax.models.taps import Share
 from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
+from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
 
 
-class Projected(NamedTuple):
-    """What a layer makes of its normalised rows.
-
-    Attributes:
-        rows: [M, K, X]: q, k, values, b and a of each head of keys, and zeros.
-        z: [M, H, C]: gates of the heads of values.
-    """
-
-    rows: jax.Array
-    z: jax.Array
-
-
-def _by_key_head(sizes: LinearAttentionConfig, parts: list[jax.Array]) -> jax.Array:
-    """Join columns [..., K * n] of several parts, head of keys by head of keys: [..., K, X]."""
-    num_heads = parts[0].shape[-1] // sizes.key_dim
-    heads = [part.reshape(*part.shape[:-1], num_heads, -1) for part in parts]
-    return jnp.concatenate(heads, axis=-1)
-
-
-def split_projected(
-    sizes: LinearAttentionConfig, projected: Activation[Array, "M O"], tp: int
-) -> Projected:
-    """Cut this rank's columns: all queries, keys, values, gates, b and a, and padding."""
-    num_keys = sizes.num_key_heads // tp
-    num_values = num_keys * sizes.group
-    ends = list(itertools.accumulate(width // tp for width in sizes.input_widths))
-    q, k, v, z, b, a, _ = jnp.split(projected, ends, axis=1)
-    rows = _by_key_head(sizes, [q, k, v, b, a])
-    padding = sizes.row_width - rows.shape[2]
-    return Projected(
-        rows=jnp.pad(rows, ((0, 0), (0, 0), (0, padding))),
-        z=z.reshape(len(z), num_values, sizes.value_dim),
+def projected_rows(
+    sizes: LinearAttentionConfig, columns: Activation[Array, "M O"], tp: int
+) -> ProjectedRows:
+    """Columns of "linear_in" of this rank: queries, keys, values, gates, b, a, and padding."""
+    return ProjectedRows(
+        columns=columns,
+        num_heads=sizes.num_key_heads // tp,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        group=sizes.group,
+        width=sizes.row_width,
     )
 
 
-def filters_of(sizes: LinearAttentionConfig, weights: dict) -> Activation[Array, "K Y X"]:
-    """The convolution's numbers, head of keys by head of keys, the oldest token first."""
-    parts = [weights[f"conv_{name}"][:, 0].T for name in "qkv"]
-    return jnp.moveaxis(_by_key_head(sizes, parts), 0, 1)
+def filters_of(weights: dict) -> Filters:
+    """The convolution's numbers."""
+    return Filters(*(weights[f"conv_{name}"] for name in "qkv"))
 
 
 def gates_of(sizes: LinearAttentionConfig, weights: dict) -> tuple[jax.Array, jax.Array]:
@@ -91,10 +67,11 @@ def linear_attend(
     sizes, config = ctx.config.linear_attention, ctx.config
     assert sizes is not None  # whoever has such a layer
     ctx.taps.see("linear_in", projected, Share.COLUMNS)
-    rows, z = split_projected(sizes, projected, ctx.tp)
+    rows = projected_rows(sizes, projected, ctx.tp)
+    z = rows.output_gates()
     out, row_pages, state_pages = delta_rule(
         rows,
-        filters_of(sizes, weights),
+        filters_of(weights),
         gates_of(sizes, weights),
         cache.rows,
         cache.states,
@@ -111,4 +88,4 @@ def linear_attend(
         backend=ctx.backend,
     )
     cache = dataclasses.replace(cache, rows=row_pages, states=state_pages)
-    return cache, heads.reshape(len(rows), -1)
+    return cache, heads.reshape(len(projected), -1)

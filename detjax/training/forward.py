@@ -10,7 +10,7 @@ from jax import lax
 
 from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext, angles_of
-from detjax.models.linear_attention import filters_of, gates_of, split_projected
+from detjax.models.linear_attention import filters_of, gates_of, projected_rows
 from detjax.models.params import TENSORS_OF, join
 from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
@@ -86,13 +86,14 @@ class TrainingOps:
         assert sizes is not None  # whoever has such a layer
         w, widths = _joined(weights, "linear_in"), _widths(weights, "linear_in")
         projected = ops.linear(ctx, sums, stream.x, w, widths=widths)
-        rows, z = split_projected(sizes, projected, ctx.tp)
+        found = projected_rows(sizes, projected, ctx.tp)
+        rows, z = found.arranged(), found.output_gates()
         in_places = ops.to_sequences(rows.reshape(len(rows), -1), places, positions.size)
         out = linear_ops.delta_rule(
             ctx,
             sums,
             in_places.reshape(*positions.shape, *rows.shape[1:]),
-            filters_of(sizes, weights),
+            filters_of(weights).arranged(rows.shape[1]),
             gates_of(sizes, weights),
             positions,
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet of the sm90 backend: lowering and logic without a GPU, bits with one."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule import portable, sm90, sm90_step
+from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sm90_plan import begin_of, plan_sequences
 from detjax.pallas_kernels.output_gate import portable as portable_gate
 from detjax.pallas_kernels.output_gate import sm90 as output_gate
@@ -264,6 +266,57 @@ def two_tokens_of_one_launch(sizes: Sizes, **options) -> tuple[np.ndarray, np.nd
     cache.rows, cache.states = kept
     both = cache.step(tokens[BLOCK - 1 :, None], np.asarray([[BLOCK - 1], [BLOCK]]), table)
     return both[:, 0], apart
+
+
+def check_operands(sizes: Sizes, dtype, batch: int, length: int, **options) -> None:
+    """Columns of a product and filters as weights, against rows and filters put in order."""
+    rng, cache = np.random.default_rng(3), Cache(sizes, 2 * batch, dtype=dtype)
+    projected = ProjectedRows(
+        columns=None, num_heads=sizes.keys, key_dim=sizes.dim, value_dim=sizes.dim,
+        group=sizes.group, width=sizes.row,
+    )  # fmt: skip
+    num_columns = sum(projected.part_widths) + 24
+    columns = jnp.asarray(rng.standard_normal((batch * length, num_columns)), dtype)
+    projected = dataclasses.replace(projected, columns=columns)
+    channels = sizes.keys * sizes.dim
+    filters = Filters(
+        *(
+            jnp.asarray(rng.standard_normal((n, 1, WIDTH)), dtype)
+            for n in (channels, channels, sizes.group * channels)
+        )
+    )
+    positions = np.tile(np.arange(length), (batch, 1))
+    positions[-1, -1] = -1 if length > 1 else 0
+    table = jnp.arange(2 * batch, dtype=I32).reshape(batch, 2)
+
+    def run(rows, filters):
+        return sm90.delta_rule(
+            rows, filters, cache.layer.gates, cache.rows, cache.states, table,
+            jnp.asarray(positions, I32), 1, **options,
+        )  # fmt: skip
+
+    got = run(projected, filters)
+    want = run(projected.arranged(), filters.arranged(sizes.keys))
+    for a, b, what in zip(got, want, ("results", "rows", "states"), strict=True):
+        assert_bitwise_equal(a, b, claim=f"{what} of columns as they are")
+    other = run(projected.arranged(), filters._replace(k=filters.q).arranged(sizes.keys))
+    assert count_different_bits(other[0], got[0]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "length"), [(BF16, 1), (F32, 1), (BF16, 3)])
+def test_columns_of_a_product_are_rows_in_interpret_mode(dtype, length):
+    check_operands(SMALL, dtype, 1, length, interpret=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (BF16, F32))
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (5, 1), (2, 5), (2, 70)])
+@pytest.mark.parametrize(
+    "sizes", [QWEN35, Sizes(keys=3, group=4, dim=64), Sizes(keys=2, group=1, dim=32)]
+)
+def test_columns_of_a_product_are_rows(sizes, batch, length, dtype):
+    check_operands(sizes, dtype, batch, length)
 
 
 @pytest.mark.nightly

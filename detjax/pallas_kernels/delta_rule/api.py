@@ -3,13 +3,14 @@
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 from detjax.pallas_kernels.kernel_table import KERNELS
 
 
 def delta_rule(
-    rows: Activation[Array, "M K X"],
-    filters: Activation[Array, "K Y O"],
+    rows: Activation[Array, "M K X"] | ProjectedRows,
+    filters: Activation[Array, "K Y O"] | Filters,
     gates: tuple[Float32[Array, "K G"], Float32[Array, "K G"]],
     row_pages: Activation[Array, "L N 1 K P X"],
     state_pages: Float32[Array, "L N Z H I C"],
@@ -39,8 +40,8 @@ def delta_rule(
 
     Args:
         rows: q, k, values, b and a of each head of keys: 2 c + G C + 2 G numbers of X. What lies
-            behind them is kept and not read.
-        filters: Of the convolution, the oldest token first: Y = W, O = 2 c + G C.
+            behind them is kept and not read. Or columns of a product, which are arranged so.
+        filters: Of the convolution, the oldest token first: Y = W, O = 2 c + G C. Or as weights.
         gates: A and step, one a head of values.
         row_pages: The cache of rows; updated in place where the caller donates it.
         state_pages: Of states: each block of a page has one. Likewise.

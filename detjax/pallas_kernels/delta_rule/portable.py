@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from detjax.pallas_kernels.delta_rule.operands import arranged
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 
@@ -79,6 +80,7 @@ def delta_rule(
     rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.delta_rule`."""
+    rows, filters = arranged(rows, filters)
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     return _delta_rule(
         rows, filters, gates, row_pages, state_pages, page_table, positions, jnp.int32(layer)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from detjax.pallas_kernels.delta_rule.operands import arranged
 from detjax.pallas_kernels.delta_rule.portable import NORM_EPS, write_rows
 from detjax.pallas_kernels.delta_rule.portable import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.hopper_sums import row_sum
@@ -26,6 +27,7 @@ def delta_rule(
             "linear attention of the reference backend has bfloat16 or float32 and a multiple of "
             f"16 channels of keys, not {row_pages.dtype} and {dims[0]}; use portable"
         )
+    rows, filters = arranged(rows, filters)
     batch, num_tokens = positions.shape
     block_len = row_pages.shape[4] // num_states
     row_pages = write_rows(row_pages, rows, page_table, positions, layer)

@@ -21,7 +21,7 @@ DIMS = (32, 64, 128)
 """Channels of a head."""
 
 
-def _check(filters, gates, row_pages, state_pages) -> None:
+def _check(gates, row_pages, state_pages) -> None:
     """Refuse other sizes.
 
     Raises:
@@ -30,7 +30,7 @@ def _check(filters, gates, row_pages, state_pages) -> None:
             no whole blocks.
     """
     key_dim, value_dim = state_pages.shape[4:]
-    num_read = filters.shape[2] + 2 * gates[0].shape[1]
+    num_read = 2 * key_dim + gates[0].shape[1] * (value_dim + 2)
     if row_pages.shape[5] <= num_read:
         raise ValueError(f"sm90 needs rows of more than {num_read} numbers: one is its own")
     if key_dim != value_dim or key_dim not in DIMS:
@@ -61,7 +61,7 @@ def delta_rule(
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant.
     """
-    _check(filters, gates, row_pages, state_pages)
+    _check(gates, row_pages, state_pages)
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     return _delta_rule(
         rows, filters, gates, row_pages, state_pages, page_table, positions,

@@ -17,6 +17,7 @@ from jax.extend.mlir.dialects import math as mlir_math
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
 from detjax.pallas_kernels.delta_rule.portable import NORM_EPS
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.delta_rule.sm90_plan import FIRST, LAST, begin_of
@@ -34,13 +35,21 @@ def _index(value):
 
 
 def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: bool) -> None:
-    """Put rows [M, K, X] of new tokens in their pages, a `jax.new_ref`; padding is dropped."""
-    num_tokens, num_heads, width = new_rows.shape
-    page_len = pages_ref.shape[4]
-    each = 16 // new_rows.dtype.itemsize
+    """Put rows of new tokens, [M, K, X] or `ProjectedRows`, in their pages; padding is dropped.
+
+    Args:
+        new_rows: The rows.
+        pages_ref: A `jax.new_ref`.
+        page_table: [B, n].
+        positions: [B, T].
+        layer: An int32 scalar.
+        interpret: Run in interpret mode.
+    """
+    num_heads, page_len, width = pages_ref.shape[3:]
+    num_tokens, dtype = positions.size, pages_ref.dtype
+    each = 16 // dtype.itemsize
     if width % each:
         raise ValueError(f"sm90 needs rows of a multiple of {each} numbers, not {width}")
-    in_row = width // each
     query_len = num_tokens // page_table.shape[0]
 
     def body(rows_gmem, table_gmem, positions_gmem, layer_gmem, pages_gmem, _):
@@ -52,22 +61,45 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
             page = table_gmem[lax.div(token, query_len), lax.div(position, page_len)]
             offset = lax.rem(position, page_len)
             if interpret:
-                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = rows_gmem[token, head]
+                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = _whole_row(
+                    rows_gmem, token, head
+                )
                 return
+
+            is_projected = isinstance(rows_gmem, ProjectedRows)
+            source_gmem = rows_gmem.columns if is_projected else rows_gmem
 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5))
             def emit(ctx, source, target, *scalars):
-                token, head, layer, page, offset = (_index(x.registers.item()) for x in scalars)
+                token, head, *place = (x.registers.item() for x in scalars)
+                layer, page, offset = map(_index, place)
                 element = ir.MemRefType(source.type).element_type
                 kind, zero = ir.VectorType.get((each,), element), _index(ptx.i32(0))
-                for first in range(0, in_row, rows.LANES):
-                    at = arith.addi(ptx.thread(), ptx.i32(first))
-                    with mgpu.utils.when(ptx.below(at, ptx.i32(in_row))):
-                        column = _index(arith.muli(at, ptx.i32(each)))
-                        value = vector.load(kind, source, [token, head, column])
-                        vector.store(value, target, [layer, page, zero, head, offset, column])
 
-            emit(rows_gmem, pages_gmem, token, head, layer_gmem[0], page, offset)
+                def store(value, column):
+                    column = _index(column)
+                    vector.store(value, target, [layer, page, zero, _index(head), offset, column])
+
+                def copied(column):
+                    """The numbers of a row from a column on, none of them b or a."""
+                    if not is_projected:
+                        return vector.load(kind, source, [*map(_index, (token, head, column))])
+                    found = _source_column(rows_gmem, head, column)
+                    return vector.load(kind, source, [_index(token), _index(found)])
+
+                in_vectors = _vector_columns(rows_gmem) if is_projected else width
+                for first in range(0, in_vectors // each, rows.LANES):
+                    at = arith.addi(ptx.thread(), ptx.i32(first))
+                    with mgpu.utils.when(ptx.below(at, ptx.i32(in_vectors // each))):
+                        column = arith.muli(at, ptx.i32(each))
+                        store(copied(column), column)
+                for column in range(in_vectors, width, each):
+                    thread = ptx.i32((column - in_vectors) // each)
+                    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, ptx.thread(), thread)):
+                        numbers = _last_numbers(rows_gmem, source, token, head, column, each)
+                        store(vector.from_elements(kind, numbers), ptx.i32(column))
+
+            emit(source_gmem, pages_gmem, token, head, layer_gmem[0], page, offset)
 
     rows.run_kernel(
         body,
@@ -77,6 +109,52 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
         name="detjax_delta_rows",
         is_interpreted=interpret,
     )
+
+
+def _whole_row(rows_ref, token, head):
+    """A row of a token and a head of keys, interpreted."""
+    if not isinstance(rows_ref, ProjectedRows):
+        return rows_ref[token, head]
+    found = []
+    for i in (0, 1, 2, 4, 5):
+        width = rows_ref.part_widths[i] // rows_ref.num_heads
+        start = rows_ref.part_starts[i] + head * width
+        found.append(rows_ref.columns[token, pl.ds(start, width)])
+    row = jnp.concatenate(found)
+    return jnp.pad(row, (0, rows_ref.width - len(row)))
+
+
+def _vector_columns(projected: ProjectedRows) -> int:
+    """Numbers of a row before b: whole vectors of a queries', a key's and values' channels."""
+    return 2 * projected.key_dim + projected.group * projected.value_dim
+
+
+def _source_column(projected: ProjectedRows, head, column):
+    """Where the product has what a row of a head has at a column, as int32 values of MLIR."""
+    q, k, v = projected.part_starts[:3]
+    dim, group_dim = projected.key_dim, projected.group * projected.value_dim
+    found = arith.addi(arith.muli(head, ptx.i32(dim)), column)
+    for bound, start, width in ((dim, k, dim), (2 * dim, v, group_dim)):
+        own = arith.addi(arith.muli(head, ptx.i32(width)), ptx.i32(start - bound))
+        is_before = ptx.below(column, ptx.i32(bound))
+        found = arith.select(is_before, found, arith.addi(own, column))
+    return arith.addi(found, ptx.i32(q))
+
+
+def _last_numbers(projected: ProjectedRows, source, token, head, column: int, count: int) -> list:
+    """b, a and zeros of a row from a column on."""
+    group, element = projected.group, ir.MemRefType(source.type).element_type
+    found = []
+    for i in range(
+        column - _vector_columns(projected), column - _vector_columns(projected) + count
+    ):
+        if i >= 2 * group:
+            found.append(mgpu.c(0.0, element))
+            continue
+        start = projected.part_starts[4 + i // group] + i % group
+        own = arith.addi(arith.muli(head, ptx.i32(group)), ptx.i32(start))
+        found.append(memref.load(source, [_index(token), _index(own)]))
+    return found
 
 
 class MixedRows(NamedTuple):
@@ -159,12 +237,7 @@ class _Place:
             value = vector.load(kind, pages, [_index(x) for x in place])
             zero = vector.broadcast(kind, mgpu.c(0.0, element))
             is_there = arith.cmpi(arith.CmpIPredicate.sge, position, ptx.i32(0))
-            registers = np.array([arith.select(is_there, value, zero)], dtype=object)
-            layout = math.layout.to_mgpu()
-            return mgpu.FragmentedArray(
-                _registers=registers.reshape(layout.registers_shape(shape)),
-                _layout=layout, _is_signed=None,
-            )  # fmt: skip
+            return _one_register(arith.select(is_there, value, zero), shape, math)
 
         return emit(self.pages, self.table, seq, layer, head, position, last, column)
 
@@ -211,6 +284,36 @@ class _Place:
             return rows.one_a_thread(value)
 
         return emit(self.pages, self.table, seq, layer, head, position, last)
+
+
+def _tap(ref, first, tap: int, shape: tuple[int, int], math: rows.Arithmetic):
+    """A number of the filters [channels, 1, W] of each channel from the first on, in every row."""
+    if math.is_interpreted:
+        return jnp.broadcast_to(ref[pl.ds(first, shape[1]), 0, tap], shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=math.layout),
+    )
+    def emit(ctx, numbers, first):
+        inner = arith.muli(
+            arith.remui(ptx.thread(), ptx.i32(shape[1] // VEC_LEN)), ptx.i32(VEC_LEN)
+        )
+        channel = arith.addi(first.registers.item(), inner)
+        places = [_index(arith.addi(channel, ptx.i32(i))) for i in range(VEC_LEN)]
+        zero, which = _index(ptx.i32(0)), _index(ptx.i32(tap))
+        found = [memref.load(numbers, [place, zero, which]) for place in places]
+        kind = ir.VectorType.get((VEC_LEN,), ir.MemRefType(numbers.type).element_type)
+        return _one_register(vector.from_elements(kind, found), shape, math)
+
+    return emit(ref, first)
+
+
+def _one_register(value, shape: tuple[int, int], math: rows.Arithmetic) -> mgpu.FragmentedArray:
+    """An array of which a thread has one register."""
+    layout = math.layout.to_mgpu()
+    registers = np.array([value], dtype=object).reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def _of_heads(ref, head, group: int, math: rows.Arithmetic):
@@ -304,7 +407,7 @@ def mix_rows(
     """Convolve, normalise and gate the rows of the blocks of new tokens, which are in their pages.
 
     Args:
-        filters: [K, W, 2 c + G C].
+        filters: [K, W, 2 c + G C], or `Filters`.
         gates: A and step, [K, G].
         pages_ref: Of rows, a `jax.new_ref`.
         page_table: [B, n].
@@ -315,7 +418,8 @@ def mix_rows(
         interpret: Run in interpret mode.
     """
     batch, (num_keys, group), dtype = len(plan), gates[0].shape, pages_ref.dtype
-    width, length = filters.shape[1], scratch_len(num_tokens)
+    is_weights = isinstance(filters, Filters)
+    width, length = filters.q.shape[2] if is_weights else filters.shape[1], scratch_len(num_tokens)
     ctas = pl.cdiv(num_tokens, GROUP)  # of a sequence, a head and a unit; each takes groups in turn
     lanes = dim // VEC_LEN
     tile_rows = rows.LANES // lanes
@@ -344,27 +448,32 @@ def mix_rows(
             begin_gmem[seq, head] = begin
 
         def one_group(token):
-            def channels(turn):
+            def channels(turn, kind: str):
                 """Some tokens' channels of this unit, behind the convolution."""
                 inputs = []
                 for i in range(width):
                     at = base + token + turn * tile_rows
                     x = place.load(at, width - 1 - i, last, unit * dim, shape, tile.whole)
                     inputs.append(x.astype(jnp.float32))
-                return mixed(taps(), inputs, dtype, tile.whole)
+                return mixed(taps(kind), inputs, dtype, tile.whole)
 
-            def taps():
+            def taps(kind: str):
+                if is_weights:
+                    own = head if kind != "v" else head * group + unit - 2
+                    of_kind = getattr(filters_gmem, kind)
+                    found = [_tap(of_kind, own * dim, i, shape, tile.whole) for i in range(width)]
+                    return [f.astype(jnp.float32) for f in found]
                 columns = pl.ds(unit * dim, dim)
                 found = [tile.per_col.load(filters_gmem.at[head, i, columns]) for i in range(width)]
                 return [tile.over_rows(f.astype(jnp.float32), shape) for f in found]
 
-            def each_turn(put, first_read=begin):
+            def each_turn(put, kind: str, first_read=begin):
                 for turn in range(GROUP // tile_rows):
                     at = token + turn * tile_rows
 
                     @pl.when((base + at <= last) & (base + at + tile_rows > first_read))
                     def _turn(turn=turn, at=at):
-                        put(channels(turn), at)
+                        put(channels(turn, kind), at)
 
             @pl.when((unit == 0) & (base + token + GROUP > first))
             def _queries():
@@ -373,7 +482,7 @@ def mix_rows(
                     y = tile.whole.mul(y, tile.whole.full(shape, scale))
                     q_gmem[seq, head, pl.ds(at + 1, tile_rows), :] = y
 
-                each_turn(put, first)
+                each_turn(put, "q", first)
 
             @pl.when(unit == 1)
             def _keys():
@@ -382,14 +491,14 @@ def mix_rows(
                         y, inverse_lengths(y, tile)
                     )
 
-                each_turn(put)
+                each_turn(put, "k")
 
             @pl.when((unit >= 2) & (unit < 2 + group))
             def _values():
                 def put(y, at):
                     v_gmem[seq, head, unit - 2, pl.ds(at, tile_rows), :] = y.astype(dtype)  # exact
 
-                each_turn(put)
+                each_turn(put, "v")
 
             @pl.when(unit == 2 + group)
             def _gates():
