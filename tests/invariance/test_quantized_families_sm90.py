@@ -5,12 +5,15 @@ The golden folders have heads that its kernels do not take, so the folders here 
 wider layers.
 """
 
+import contextlib
 import json
+import logging
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
@@ -19,18 +22,23 @@ from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.hf_config import config_from_hf
 from detjax.models.loading import LoadedModel, load_model
-from detjax.models.quantization.quantize import RECIPES, quantize_folder
+from detjax.models.quantization.quantize import RECIPES, quantize_folder, quantize_matrix
+from detjax.models.weights import packed
+from detjax.models.weights.files import open_tensors
 from detjax.models.weights.load import ignore_progress
 from detjax.models.weights.write import write_weights
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.linear.quantized import is_quantized
 from detjax.parallel.mesh import make_mesh
+from detjax.testing.bitwise import assert_bitwise_equal
 from detjax.testing.dummies import dummy_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ("phi3", "glm4", "gemma3", "granite", "qwen3_5", "qwen3_next", "qwen3_5_moe", "glm4_moe")
 W8A8 = [(case, scheme) for scheme in ("int8-w8a8", "fp8-dynamic") for case in CASES]
+HYBRIDS = [case for case in CASES if case.startswith("qwen3_")]
+W8A8 += [(case, "fp8-block") for case in HYBRIDS]
 PACKED = [(case, scheme) for scheme in ("int4-w4a16", "fp8-dynamic") for case in CASES]
 WANTED = json.loads((GOLDEN / "quantized_family_bits.json").read_text())
 """CRC-32 of the logprobs of answers by `reference`, by case and scheme."""
@@ -62,7 +70,19 @@ def quantized(case: str, scheme: str, out: Path) -> Path:
     )  # fmt: skip
     (plain / "config.json").write_text(json.dumps(stored))
     quantize_folder(plain, out / scheme, RECIPES[scheme], progress=ignore_progress)
+    if scheme == "fp8-block":
+        quantize_linear_attention(out / scheme)
     return out / scheme
+
+
+def quantize_linear_attention(folder: Path) -> None:
+    """As Qwen publishes it: all but b and a."""
+    with contextlib.ExitStack() as stack:
+        stored = {n: np.array(it.rows[:]) for n, it in open_tensors(folder, stack).items()}
+    ends = ("in_proj_qkv.weight", "in_proj_qkvz.weight", "in_proj_z.weight", "out_proj.weight")
+    for name in [n for n in stored if n.endswith(ends)]:
+        stored |= quantize_matrix(name, stored[name], RECIPES["fp8-block"])
+    save_file(stored, folder / "model.safetensors")
 
 
 def opened(folder: Path, form: str, backend: Backend = Backend.SM90, tp: int = 1) -> LoadedModel:
@@ -132,3 +152,20 @@ def test_answers_of_8_bits_by_the_reference_keep_their_bits(case, scheme, tmp_pa
     found = crc_of(answers(opened(folder, "w8a8", Backend.REFERENCE), 10, 256))
     assert found == WANTED[f"{case} {scheme}"]
     assert crc_of(answers(opened(folder, "expanded", Backend.REFERENCE), 10, 256)) != found
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_linear_attention_that_is_quantised_in_part_is_expanded(case, tmp_path, caplog):
+    """And somebody is told once; what lies beside it is multiplied in 8 bits."""
+    folder = quantized(case, "fp8-block", tmp_path)
+    packed._warn_expanded.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        model = opened(folder, "w8a8", Backend.REFERENCE)
+    told = [it.getMessage() for it in caplog.records if "linear_attn" in it.getMessage()]
+    assert len(told) == 1 and "multiplied by bfloat16 activations" in told[0], told
+    names = kept(model)
+    assert names >= {"qkv", "o", "linear_o"} and not names & {"linear_in"}
+    layers = opened(folder, "expanded", Backend.REFERENCE).own_weights()["layers"]
+    for own, want in zip(model.own_weights()["layers"], layers, strict=True):
+        if "linear_in" in own:
+            assert_bitwise_equal(own["linear_in"], want["linear_in"], claim="the expansion")

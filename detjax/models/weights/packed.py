@@ -4,7 +4,9 @@
 import dataclasses
 import enum
 import functools
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,8 @@ from detjax.pallas_kernels.linear.quantized import (
     pack_codes,
 )
 from detjax.parallel.mesh import TP_AXIS
+
+LOG = logging.getLogger(__name__)
 
 LEAST_SCALE_ON_CPU = 1e-30
 """XLA flushes subnormal numbers on a CPU, and so cannot expand weights that are."""
@@ -72,12 +76,26 @@ def kept_form(
         (spec.role in _MULTIPLIED or spec.num_experts) and not _is_padded(spec)
         for spec in param.tensors
     )
-    if not is_matrix or len(quantized) < len(stored):
+    if is_matrix and len(quantized) == len(stored):
+        return form
+    if any(spec.role is not ParamRole.PROJECTION for spec in param.tensors):
         raise ValueError(
             f"{quantized[0].rows.name} is not a whole matrix of 8-bit weights that 8-bit "
             "activations can multiply; use quantized_weights='auto'"
         )
-    return form
+    # Published folders quantise q, k, v and the gates of linear attention, and neither b nor a.
+    _warn_expanded(re.sub(r"\.\d+\.", ".*.", quantized[0].rows.name))
+    return MatrixForm.EXPANDED
+
+
+@functools.cache
+def _warn_expanded(name: str) -> None:
+    """Say once that a matrix of the model is multiplied by activations of 16 bits."""
+    LOG.warning(
+        "%s is a part of a matrix whose other parts are not quantised: it lies on the devices as "
+        "bfloat16, and is multiplied by bfloat16 activations",
+        name,
+    )
 
 
 def _stays_packed(param: ParamSpec, tensors: Mapping[str, StoredTensor], tp: int) -> bool:
