@@ -48,10 +48,10 @@ def test_experts_that_are_summed_backwards_in_one_batch_are_found(monkeypatch):
     # The model's operations take kernels from the set, not from the module that defines them.
     sound = detjax.pallas_kernels.portable.combine_experts_add_rms_norm
 
-    def combine(y, weights, residual, gain, *, eps):
+    def combine(y, weights, residual, gain, *, eps, shared):
         if y.shape[0] == 3:
             y, weights = y[:, ::-1], weights[:, ::-1]
-        return sound(y, weights, residual, gain, eps=eps)
+        return sound(y, weights, residual, gain, eps=eps, shared=shared)
 
     monkeypatch.setattr(detjax.pallas_kernels.portable, "combine_experts_add_rms_norm", combine)
     found = find("batch=3,row=1", is_deep=True)

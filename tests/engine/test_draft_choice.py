@@ -146,7 +146,7 @@ def test_loads_that_are_passed_in_a_few_steps_do_what_their_neighbours_do():
     """Prompts that are read raise the load, and no such step is noted."""
     choice, dear = DraftChoice((0, 2, 4)), Machine(verify_s=0.04)
     assert [choice.choose(2**i) for i in range(7)] == [4] * 5 + [0] * 2, "nothing is known yet"
-    dear.run(choice, 2400, num_decoding=64)
+    dear.run(choice, 1400, num_decoding=64)
     assert [choice.choose(2**i) for i in range(9)] == [0] * 9
     made = Machine().run(choice, 4000, num_decoding=1)
     assert made[-500:].count(0) < 50, "a load that lasts is tried"
@@ -156,11 +156,11 @@ def test_loads_that_are_passed_in_a_few_steps_do_what_their_neighbours_do():
 @pytest.mark.parametrize("verify_s", [0.02, 0.05])
 def test_bad_drafts_cost_little_where_answers_begin_and_end_one_after_the_other(verify_s):
     """64 answers of 256 tokens, eight times. Four steps of prompts raise the load by eight, and
-    answers end likewise. The first ten times are not counted: there loads are tried."""
+    answers end likewise. The first four times are not counted: there loads are tried."""
     choice, plain = DraftChoice((0, 2, 4)), Machine(noise=0.0)
     machine = Machine(acceptance=0.1, verify_s=verify_s, noise=0.0)
-    for turn in range(18):
-        if turn == 10:
+    for turn in range(12):
+        if turn == 4:
             machine.total_s = machine.tokens = 0.0
         for load in [*range(8, 64, 8)]:
             machine.run(choice, 4, load, is_noted=False)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expert that every row has, in launches of the others: bits against its own launches."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.pallas_kernels.linear import sm90 as linear_sm90
-from detjax.pallas_kernels.linear import sm90_flat_matmul
+from detjax.pallas_kernels.linear import sm90_flat_matmul, sm90_w8a8
 from detjax.pallas_kernels.linear.joined import JoinedMatrix
+from detjax.pallas_kernels.linear.quantized import RowsToQuantize, W8A8Matrix
 from detjax.pallas_kernels.moe import portable, sm90, sm90_grouped
 from detjax.pallas_kernels.moe.expert_weights import (
     ExpertWeights,
@@ -43,29 +45,52 @@ def drawn(seed: int, *shape: int, scale: float = 1.0, dtype=BF16) -> jax.Array:
     return jnp.asarray(values * np.float32(scale), dtype)
 
 
-def mixture(shape: MoeShape) -> tuple[ExpertWeights, SharedExpert]:
+@functools.cache
+def eight_bits(seed: int, kind: str, *dims: int) -> W8A8Matrix:
+    """Weights of 8 bits, with a scale an output or a block of 128 x 128."""
+    dtype = jnp.dtype(jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
+    values = jnp.clip(drawn(seed, *dims, scale=20.0).astype(F32), -127, 127)
+    values = (jnp.round(values) if kind == "int8" else values).astype(dtype)
+    *leading, num_out, num_in = dims
+    shape = (num_out // 128, num_in // 128) if kind == "blocks" else (num_out,)
+    scales = np.random.default_rng(seed).uniform(0.5, 1.5, (*leading, *shape)) / num_in**0.5 / 20
+    return W8A8Matrix(values=values, scales=jnp.asarray(scales, F32))
+
+
+def mixture(shape: MoeShape, kind: str = "bfloat16") -> tuple[ExpertWeights, SharedExpert]:
     num, width, hidden = shape.num_experts, shape.width, shape.hidden_size
-    experts = ExpertWeights(
-        drawn(1, num, 2 * width, hidden, scale=hidden**-0.5),
-        drawn(2, num, hidden, width, scale=width**-0.5),
-    )
-    shared = SharedExpert(
-        drawn(3, 2 * width, hidden, scale=hidden**-0.5), drawn(4, hidden, width, scale=width**-0.5)
-    )
-    return experts, shared
+
+    def matrix(seed: int, *dims: int):
+        if kind != "bfloat16":
+            return eight_bits(seed, kind, *dims)
+        return drawn(seed, *dims, scale=dims[-1] ** -0.5)
+
+    experts = ExpertWeights(matrix(1, num, 2 * width, hidden), matrix(2, num, hidden, width))
+    return experts, SharedExpert(matrix(3, 2 * width, hidden), matrix(4, hidden, width))
 
 
-def apart(shape: MoeShape, x, logits, gate, residual, gain, interpret) -> tuple[jax.Array, ...]:
+def shared_alone(x, shared: SharedExpert, interpret) -> jax.Array:
+    """What the shared expert gives, by products of its own."""
+    if isinstance(shared.gate_up, W8A8Matrix):
+        multiply = functools.partial(sm90_w8a8._multiply, out_dtype=BF16, interpret=interpret)
+        rows = RowsToQuantize(values=x, coding=shared.gate_up.row_coding)
+        hidden = multiply(rows, shared.gate_up, None, None, is_gated=True)
+        rows = RowsToQuantize(values=hidden, coding=shared.down.row_coding)
+        return multiply(rows, shared.down, None, None)
+    product = functools.partial(linear_sm90._multiply_one_leaf, interpret=interpret)
+    hidden = product(x, shared.gate_up, None, None, out_dtype=BF16, is_gated=True)
+    return product(hidden, shared.down, None, None, out_dtype=BF16)
+
+
+def apart(shape: MoeShape, kind: str, x, logits, gate, residual, gain, interpret) -> tuple:
     """Every operation in a launch of its own."""
-    experts, shared = mixture(shape)
+    experts, shared = mixture(shape, kind)
     ids, weights = sm90.route(
         logits, num_experts=shape.num_experts, top_k=shape.top_k, renormalise=True,
         interpret=interpret is not None,
     )  # fmt: skip
     y = sm90.expert_mlp(x, ids, experts, first_expert=0, interpret=interpret)
-    product = functools.partial(linear_sm90._multiply_one_leaf, interpret=interpret)
-    hidden = product(x, shared.gate_up, None, None, out_dtype=BF16, is_gated=True)
-    rows = product(hidden, shared.down, None, None, out_dtype=BF16)
+    rows = shared_alone(x, shared, interpret)
     own_gate = functools.partial(sigmoid_gate, interpret=interpret is not None)
     y, weights = with_shared(y, weights, SharedRows(rows=rows, gate=gate), own_gate)
     return y, *sm90.combine_experts_add_rms_norm(
@@ -73,9 +98,9 @@ def apart(shape: MoeShape, x, logits, gate, residual, gain, interpret) -> tuple[
     )
 
 
-def together(shape: MoeShape, x, logits, residual, gain, interpret, **gate) -> tuple:
+def together(shape: MoeShape, kind: str, x, logits, residual, gain, interpret, **gate) -> tuple:
     """Experts and the shared one in two launches, then all that is added in one."""
-    experts, shared = mixture(shape)
+    experts, shared = mixture(shape, kind)
     y, weights = sm90.route_mlp(
         x, logits, experts, top_k=shape.top_k, renormalise=True, shared=shared, interpret=interpret
     )
@@ -93,30 +118,37 @@ def one_cta(monkeypatch):
     monkeypatch.setattr(sm90_flat_matmul, "NUM_SMS", 1)
 
 
+KINDS = ("bfloat16", "int8", "fp8", "blocks")
+
+
 @pytest.mark.slow
-def test_one_row_meets_the_shared_expert_in_interpret_mode(one_cta):
-    check_one_row(SMALL, INTERPRET)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_meets_the_shared_expert_in_interpret_mode(kind, one_cta):
+    shape = SMALL if kind == "bfloat16" else dataclasses.replace(SMALL, width=512, num_experts=4)
+    check_one_row(shape, kind, INTERPRET)
 
 
 @pytest.mark.gpu
 @pytest.mark.invariance
-def test_one_row_meets_the_shared_expert():
-    check_one_row(QWEN, None)
+@pytest.mark.parametrize("top_k", [4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_meets_the_shared_expert(kind, top_k):
+    check_one_row(dataclasses.replace(QWEN, top_k=top_k), kind, None)
 
 
-def check_one_row(shape: MoeShape, interpret) -> None:
+def check_one_row(shape: MoeShape, kind: str, interpret) -> None:
     hidden = shape.hidden_size
     x, residual, gain = drawn(5, 1, hidden), drawn(6, 1, hidden, scale=4.0), drawn(7, hidden)
     logits = drawn(8, 1, shape.num_experts + 64, dtype=F32)
     wide = drawn(9, 1, shape.num_experts + 64, dtype=F32)
     for column in (0, shape.num_experts):
         gate = wide[:, column:].astype(BF16)
-        want = apart(shape, x, logits, gate, residual, gain, interpret)
-        got = together(shape, x, logits, residual, gain, interpret, gate=wide, column=column)
+        want = apart(shape, kind, x, logits, gate, residual, gain, interpret)
+        got = together(shape, kind, x, logits, residual, gain, interpret, gate=wide, column=column)
         assert_bitwise_equal(got[0][0, :-1], want[0][0, :-1], claim="rows of experts")
         for a, b in zip(got[1:], want[1:], strict=True):
             assert_bitwise_equal(a, b, claim="one launch for all experts of a row")
-    other = together(shape, x, logits, residual, gain, interpret)
+    other = together(shape, kind, x, logits, residual, gain, interpret)
     assert count_different_bits(other[1], got[1]) > 0, "without its gate"
     y = got[0]
     assert count_different_bits(y[0, -1], y[0, 0]) > 0, "rows of two experts"
@@ -209,6 +241,11 @@ def test_what_joins_is_one_row_of_experts_as_wide():
     assert sm90.joins_experts(1, experts, shared)
     assert not sm90.joins_experts(2, experts, shared)
     assert not portable.joins_experts(1, experts, shared)
+    of_8_bits, own = mixture(dataclasses.replace(SMALL, width=512), "int8")
+    assert sm90.joins_experts(1, of_8_bits, own)
+    scaled = own._replace(down=dataclasses.replace(own.down, row_scale=jnp.float32(1)))
+    assert not sm90.joins_experts(1, of_8_bits, scaled), "one scale for all rows"
+    assert not sm90.joins_experts(1, of_8_bits, mixture(SMALL)[1])
     wider = SharedExpert(*(jnp.concatenate([w, w], axis=a) for a, w in enumerate(shared)))
     assert not sm90.joins_experts(1, experts, wider)
     many = jnp.zeros((200, SMALL.hidden_size), BF16)

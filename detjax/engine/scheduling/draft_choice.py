@@ -18,11 +18,8 @@ BLOCK = 8
 SETTLING = 3
 """Steps of a trial that do not count: those before it are still read, or programs are new."""
 
-TRIAL_SHARE, LARGE_TRIAL_SHARE = 0.01, 0.005
-"""Most of the time that trials may cost, at small loads and at larger ones.
-
-At larger ones a head that reads each prompt costs as much again.
-"""
+TRIAL_SHARE = 0.01
+"""Most of the time that trials may cost."""
 
 MARGIN, LARGE_MARGIN = 1.01, 1.1
 """Drafts must be quicker than none by this factor, at small loads and at larger ones.
@@ -156,8 +153,7 @@ class DraftChoice:
         load.rates[load.drafts] = rate = old + FRESH * (rate - old)
         load.steps_s[load.drafts] = typical_s
         load.tried = [one for one in load.tried if one != load.drafts] + [load.drafts]
-        share = TRIAL_SHARE if load.is_small else LARGE_TRIAL_SHARE
-        self._budget_s += share * sum(load.seconds)
+        self._budget_s += TRIAL_SHARE * sum(load.seconds)
         best = self._best(load)
         if load.trial_steps:
             self._budget_s -= load.trial_steps * (_loss_s(load, load.drafts, best) - load.loss_s)

@@ -11,13 +11,12 @@ from detjax.pallas_kernels.linear.quantized import (
     BLOCK,
     RowsToQuantize,
     W8A8Matrix,
-    is_quantized,
 )
 from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
 from detjax.pallas_kernels.linear.sm90_w8a8 import quantizes_rows, sum_norm_product, w8a8_product
-from detjax.pallas_kernels.linear.tiles import OperandType
+from detjax.pallas_kernels.linear.tiles import MAX_NORM_ROWS, OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.expert_weights import (
     ClampedExperts,
@@ -336,9 +335,12 @@ def route_mlp(
     if x.shape[0] == 1:
         of_shared = (None, None) if shared is None else (shared.gate_up, shared.down)
         hidden, ids, weights = routed_matmul_one(*first, of_shared[0], **options)
-        rows = _rows_for(hidden, w_down, tiles.down, interpret)
+        down = tiles.down
+        if len(hidden) > MAX_NORM_ROWS and down.held:
+            down = fill_stages(dataclasses.replace(down, held=0))
+        rows = _rows_for(hidden, w_down, down, interpret)
         y = one_row_matmul(
-            rows, w_down, ids[0], down_bias, of_shared[1], tiles=tiles.down, interpret=interpret
+            rows, w_down, ids[0], down_bias, of_shared[1], tiles=down, interpret=interpret
         )
     else:
         hidden, work, _, weights = routed_matmul_few(*first, **options)
@@ -350,11 +352,22 @@ def route_mlp(
 
 
 def joins_experts(num_rows: int, experts: ExpertWeights, shared: SharedExpert) -> bool:
-    """See `api.joins_experts`: one row of bfloat16, of experts as wide as that one."""
-    matrices = *experts[:2], *shared
-    is_plain = experts.extras is None and not any(map(is_quantized, matrices))
-    is_as_wide = is_plain and shared.gate_up.shape == experts.gate_up.shape[1:]
-    return num_rows == 1 and is_as_wide and {m.dtype for m in matrices} == {jnp.dtype("bfloat16")}
+    """See `api.joins_experts`: one row, and matrices like those of an expert."""
+    if num_rows > 1 or experts.extras is not None:
+        return False
+    pairs = zip(shared, experts[:2], strict=True)
+    return all(_is_like_an_expert(own, of_all) for own, of_all in pairs)
+
+
+def _is_like_an_expert(own, of_all) -> bool:
+    """Whether a matrix has the shape, and is quantised, as that of each expert; if so by rows."""
+    if own.shape != of_all.shape[1:] or type(own) is not type(of_all):
+        return False
+    if not isinstance(own, W8A8Matrix):
+        return isinstance(own, jax.Array) and own.dtype == of_all.dtype == jnp.bfloat16
+    has_own_scales = own.row_scale is None and of_all.row_scale is None
+    kinds = [(m.values.dtype, m.group_len, m.block_rows, m.row_bound) for m in (own, of_all)]
+    return has_own_scales and kinds[0] == kinds[1]
 
 
 def defers_experts(num_rows: int, width: int) -> bool:

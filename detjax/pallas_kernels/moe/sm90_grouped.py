@@ -22,6 +22,7 @@ from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.linear.quantized import (
     FLOAT8_CHUNK,
     RowsToQuantize,
+    W8A8Matrix,
     block_rows_of,
     operands_of,
 )
@@ -127,6 +128,7 @@ class _Operands(NamedTuple):
     bias: Any = None  # [e, N], or [e, 2 F] if gated
     coding: Any = None  # `RowCoding` of rows that every CTA quantises
     shared: Any = None  # [N, K], or [2 F, K] if gated: of the expert that every row has
+    shared_scales: Any = None  # as `w_scales`, of that one
 
 
 class _Results(NamedTuple):
@@ -539,13 +541,30 @@ class _Cta:
 
         # WHY, behind the product: as in `with_biases`.
         """
-        own, axis = self.operands.w_scales.at[self.expert_of(entry)], 1 - self.row_axis
-        col, found = self.first_output(col), []
+        axis, col, found = 1 - self.row_axis, self.first_output(col), []
         for piece, weight in zip(pieces, self.plan.piece_weights, strict=True):
-            scales = own.at[pl.ds(col + weight, SPAN)]
-            scales = load_vector(scales, axis, is_interpreted=self.plan.is_interpreted)
+            scales = self.weight_scales(self.expert_of(entry), pl.ds(col + weight, SPAN), axis)
             found.append(scaled(piece, [(scales, axis), (row_scales, self.row_axis)], self.math))
         return tuple(found)
+
+    def weight_scales(self, expert, outputs, axis: int):
+        """Scales of a tile's weights, of its expert or of the shared one."""
+        load = functools.partial(load_vector, axis=axis, is_interpreted=self.plan.is_interpreted)
+        if self.operands.shared is None:
+            return load(self.operands.w_scales.at[expert, outputs])
+        last = self.plan.num_local - 1
+        own = load(self.operands.w_scales.at[jnp.minimum(expert, last), outputs])
+        # Exact: one of the factors is 1, and the other 0.
+        is_shared = (expert > last).astype(jnp.float32)
+        return own * (1.0 - is_shared) + load(self.operands.shared_scales.at[outputs]) * is_shared
+
+    def block_scale(self, expert, block, chunk):
+        """The scale of a block of weights and a chunk of K, likewise."""
+        if self.operands.shared is None:
+            return self.operands.w_scales[expert, block, chunk]
+        last = self.plan.num_local - 1
+        own = self.operands.w_scales[jnp.minimum(expert, last), block, chunk]
+        return jnp.where(expert > last, self.operands.shared_scales[block, chunk], own)
 
     def chunk_scales(self, first, entry, row, col) -> ChunkScales:
         """Scales of a tile: what the arguments are says `product`.
@@ -559,7 +578,7 @@ class _Cta:
         def of_weights(i, j):
             expert = self.expert_of(entry)
             blocks = [lax.div(col + it, plan.block_rows) for it in plan.piece_weights]
-            return [self.operands.w_scales[expert, b, i * plan.slabs + j] for b in blocks]
+            return [self.block_scale(expert, b, i * plan.slabs + j) for b in blocks]
 
         def of_rows(i, j):
             if t.held:
@@ -844,7 +863,13 @@ def _grouped(
         if coding.scale is not None:
             coding = dataclasses.replace(coding, scale=coding.scale.reshape(1))
     x, w, x_scales, w_scales = operands_of(operands.x, operands.w)
-    operands = operands._replace(x=x, w=w, x_scales=x_scales, w_scales=w_scales, coding=coding)
+    shared, shared_scales = operands.shared, None
+    if isinstance(shared, W8A8Matrix):
+        shared, shared_scales = shared.values, shared.scales
+    operands = operands._replace(
+        x=x, w=w, x_scales=x_scales, w_scales=w_scales, coding=coding, shared=shared,
+        shared_scales=shared_scales,
+    )  # fmt: skip
     num_rows, k_len = operands.x.shape
     num_local, num_weights, _ = operands.w.shape
     plan = _Plan(
@@ -855,8 +880,8 @@ def _grouped(
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
     plan.check(dtype)
-    if operands.shared is not None and not (is_one_row and dtype == jnp.bfloat16):
-        raise ValueError("only one row of bfloat16 meets a shared expert beside its own")
+    if operands.shared is not None and not is_one_row:
+        raise ValueError("only one row meets a shared expert beside its own")
 
     def body(operands: _Operands, results: _Results, memory: _Memory):
         cta = _Cta(
@@ -930,7 +955,7 @@ def one_row_matmul(
         w: As for `grouped_matmul`, of every expert.
         ids: int32 [k], all different.
         bias: As for `grouped_matmul`.
-        shared: [N, K], which the last row meets; None if there is no such row.
+        shared: [N, K] as a matrix of `w`, which the last row meets; None if there is no such row.
         tiles: Swapped, with 8 columns.
         interpret: How to interpret it, if so.
     """
@@ -959,7 +984,7 @@ def routed_matmul_one(
         w: As for `grouped_matmul`, of every expert.
         logits: float32 [1, e], or wider: what is behind the experts' is not read.
         bias: As for `grouped_matmul`.
-        shared: [2 F, K], of the expert that every row has; None if there is none.
+        shared: [2 F, K] as a matrix of `w`, of the expert that every row has; None without one.
         top_k: Experts of the row.
         renormalise: Whether its weights add up to 1.
         tiles: Swapped, with 8 columns.
