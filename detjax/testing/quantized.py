@@ -41,7 +41,7 @@ def quantized_model(model: LoadedModel, scheme: str) -> LoadedModel:
     names = {*MATRICES}
     if recipe.quantizes_activations:
         convert, form = _rounded(recipe, model), MatrixForm.W8A8
-        names |= {"expert_gate_up", "expert_down"}
+        names |= {"expert_gate_up", "expert_down", "shared_gate_up", "shared_down"}
     else:
         convert, form = _drawn(recipe, model), MatrixForm.PACKED
     keys = iter(jax.random.split(jax.random.key(0), len(names) * model.config.num_layers))
