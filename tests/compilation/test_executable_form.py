@@ -27,7 +27,11 @@ X = np.linspace(0, 1, 64, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def compiled_here(cache_folder):
-    """No program is read from the folder of the run: what was read cannot be written."""
+    """No program is read from the folder of the run: what was read cannot be written.
+
+    On a busy machine a program of these tests may take long enough to be kept there.
+    """
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def compiled(step, *operands, **options):

@@ -63,7 +63,7 @@ from detjax.pallas_kernels.moe.api import (
     route_mlp,
     route_mlp_add_rms_norm,
 )
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights, SharedRows
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
@@ -589,6 +589,16 @@ def _cases() -> dict[str, Case]:
             ),
             rows=combined,
         ),
+        "combine_experts_add_rms_norm, shared": Case(
+            kernel=combine_experts_add_rms_norm,
+            call=lambda y, w, r: jnp.stack(
+                combine_experts_add_rms_norm(
+                    y, w, r, gain[:64], eps=1e-5, shared=SharedRows(rows=y[:, 0], gate=w), **ON
+                ),
+                axis=1,
+            ),
+            rows=combined,
+        ),
         "route_mlp_add_rms_norm": Case(
             kernel=route_mlp_add_rms_norm,
             call=lambda x, logits, r: jnp.stack(
@@ -905,6 +915,7 @@ COMPOSED = (
     "norm_linear_swiglu", "linear_add_rms_norm", "combine_add_rms_norm", "combine_norm_linear",
     "stats_and_choice", "choose_token", "rope_into_cache", "rope_attention", "expert_mlp",
     "route_mlp", "route_mlp_add_rms_norm", "combine_experts_add_rms_norm",
+    "combine_experts_add_rms_norm, shared",
     "combine_experts_norm_linear", "delta_rule", "gated_rms_norm", "sigmoid_gate",
 )  # fmt: skip
 """Made of the others, or compiled for long: the slow suite has them."""
@@ -1713,7 +1724,7 @@ def test_every_claim_has_its_test():
 
 NO_ARITHMETIC = (
     "gather_columns", "gather_expert_rows", "scatter_expert_rows",
-    "defers_norm", "defers_sum", "defers_experts",
+    "defers_norm", "defers_sum", "defers_experts", "joins_experts", "joins_matrices",
 )  # fmt: skip
 """Copies, and a choice; `tests/parallel/test_collectives.py` has the copies of experts' rows."""
 
