@@ -3,7 +3,7 @@
 
 The copy is in compressed-tensors' format, which detjax, vLLM and transformers read. Nothing is
 calibrated, so the quality is that of plain rounding. Embeddings, lm_head, norms, routers and linear
-attention keep their bits; `quantization_config` of the copy names them under `ignore`.
+attention keep their bits. `ignore` in the copy's config.json names the linear modules among them.
 """
 
 import argparse

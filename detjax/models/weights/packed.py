@@ -92,7 +92,7 @@ def kept_form(
 def _warn_expanded(name: str) -> None:
     """Say once that a matrix of the model is multiplied by activations of 16 bits."""
     LOG.warning(
-        "%s is a part of a matrix whose other parts are not quantised: it lies on the devices as "
+        "%s is a part of a matrix that is not 8-bit values as a whole: it lies on the devices as "
         "bfloat16, and is multiplied by bfloat16 activations",
         name,
     )
