@@ -17,6 +17,7 @@ from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule.api import delta_rule
+from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.linear.api import linear, linear_add_rms_norm, linear_swiglu
 from detjax.pallas_kernels.moe.api import route_mlp_add_rms_norm
@@ -404,35 +405,39 @@ def experts(counts: Sequence[int]) -> Iterator[Kernel]:
 def recurrence(counts: Sequence[int]) -> Iterator[Kernel]:
     """Gated DeltaNet of Qwen3.5 35B-A3B: a new token a sequence, in the middle of a block."""
     num_keys, group, dim, taps, behind = 16, 2, 128, 4, 32
-    mixed = (2 + group) * dim
-    row = -(-(mixed + 2 * group + 1) // 8) * 8
+    row = -(-((2 + group) * dim + 3 * group) // 8) * 8
+    projected = functools.partial(
+        ProjectedRows, num_heads=num_keys, key_dim=dim, value_dim=dim, group=group, width=row
+    )
+    num_columns = -(-sum(projected(columns=None).part_widths) // 64) * 64
 
     def draw(most):
         kept = random_bf16((1, most, 1, num_keys, PAGE, row), 31)
         # How many tokens a state has behind it.
-        kept = kept.at[:, :, :, :, 0, -1].set(behind)
+        kept = kept.at[:, :, :, :, 0, -group:].set(behind)
         shape = 1, most, PAGE // STATE_BLOCK, num_keys * group, dim, dim
         gates = jnp.zeros((num_keys, group), F32)
+        filters = [random_bf16((n * num_keys * dim, 1, taps), 34) for n in (1, 1, group)]
         return [
             (
-                random_bf16((most, num_keys, row), 32), kept,
-                jax.random.normal(jax.random.key(33), shape, F32),
-                random_bf16((num_keys, taps, mixed), 34), gates, gates,
+                random_bf16((most, num_columns), 32), kept,
+                jax.random.normal(jax.random.key(33), shape, F32), Filters(*filters), gates, gates,
                 jnp.arange(most, dtype=jnp.int32)[:, None], jnp.full((most, 1), behind, jnp.int32),
             )
         ]  # fmt: skip
 
-    def run(rows, kept, states, filters, decay, step, table, positions):
+    def run(columns, kept, states, filters, decay, step, table, positions):
+        norm = OutputNorm(gain=jnp.ones(dim, F32), eps=1e-6)
         return delta_rule(
-            rows, filters, (decay, step), kept, states, table, positions, layer=0, backend=SM90
-        )[0]
+            projected(columns=columns), filters, (decay, step), kept, states, table, positions,
+            layer=0, backend=SM90, norm=norm,
+        )[0]  # fmt: skip
 
-    for part in ("detjax_delta", "detjax_delta_rule"):
-        yield Kernel(
-            subject="delta", facts=lambda m, part=part: {"case": part, "batch": m},
-            counts=rows_of(counts, 256), draw=draw, axes=(0, None, None, None, None, None, 0, 0),
-            run=run, only=part, num_bytes=lambda m: 8.0 * m * num_keys * group * dim * dim,
-        )  # fmt: skip
+    yield Kernel(
+        subject="delta", facts=lambda m: {"case": "detjax_delta_step", "batch": m},
+        counts=rows_of(counts, 256), draw=draw, axes=(0, None, None, None, None, None, 0, 0),
+        run=run, only="detjax_delta", num_bytes=lambda m: 8.0 * m * num_keys * group * dim * dim,
+    )  # fmt: skip
 
 
 SUBJECTS: dict[str, Callable[[Sequence[int]], Iterator[Kernel]]] = {

@@ -150,10 +150,10 @@ class LinearAttentionConfig:
     def row_width(self) -> int:
         """Numbers of a key head that the cache keeps of a token: q, k, v, b and a.
 
-        At least one that kernels use themselves lies behind them, and zeros that fill 16 bytes of
-        any dtype, at which a GPU's copies begin.
+        One a head of values that kernels use themselves lies behind them, and zeros that fill 16
+        bytes of any dtype, at which a GPU's copies begin.
         """
-        width = 2 * self.key_dim + self.group * (self.value_dim + 2) + 1
+        width = 2 * self.key_dim + self.group * (self.value_dim + 3)
         return -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 

@@ -14,8 +14,8 @@ from detjax.models.config import LinearAttentionConfig
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.pages import HybridPages
 from detjax.models.taps import Share
-from detjax.pallas_kernels.delta_rule.api import delta_rule, gated_rms_norm
-from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
+from detjax.pallas_kernels.delta_rule.api import delta_rule
+from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 
 
 def projected_rows(
@@ -67,10 +67,8 @@ def linear_attend(
     sizes, config = ctx.config.linear_attention, ctx.config
     assert sizes is not None  # whoever has such a layer
     ctx.taps.see("linear_in", projected, Share.COLUMNS)
-    rows = projected_rows(sizes, projected, ctx.tp)
-    z = rows.output_gates()
-    out, row_pages, state_pages = delta_rule(
-        rows,
+    heads, row_pages, state_pages = delta_rule(
+        projected_rows(sizes, projected, ctx.tp),
         filters_of(weights),
         gates_of(sizes, weights),
         cache.rows,
@@ -79,13 +77,6 @@ def linear_attend(
         tokens.positions,
         layer=config.cache_index(layer_idx),
         backend=ctx.backend,
+        norm=OutputNorm(gain=weights["linear_norm"], eps=config.rms_norm_eps),
     )
-    heads = gated_rms_norm(
-        out.reshape(-1, sizes.value_dim),
-        z.reshape(-1, sizes.value_dim),
-        weights["linear_norm"],
-        eps=config.rms_norm_eps,
-        backend=ctx.backend,
-    )
-    cache = dataclasses.replace(cache, rows=row_pages, states=state_pages)
-    return cache, heads.reshape(len(projected), -1)
+    return dataclasses.replace(cache, rows=row_pages, states=state_pages), heads

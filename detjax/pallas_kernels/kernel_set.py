@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.numerics import NumericsProfile, Reduction
+from detjax.pallas_kernels.delta_rule.operands import OutputNorm
 from detjax.pallas_kernels.linear.quantized import (
     QuantizedRows,
     RowCoding,
@@ -253,8 +254,9 @@ class KernelSet(Protocol):
         ...
 
     def delta_rule(
-        self, rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int,
+        norm: OutputNorm | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """See `delta_rule.api.delta_rule`."""
         ...
 

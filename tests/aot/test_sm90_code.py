@@ -380,10 +380,12 @@ def test_a_step_of_a_hybrid_copies_no_cache_and_spills_in_attention_alone(name):
     assert program["copies"] == program["faults"] == []
     assert {kernel for kernel in spills(program) if not kernel.startswith("attention_")} == set()
     names = {kernel["name"] for kernel in program["kernels"]}
-    assert names >= {
+    several = {
         "detjax_delta_rows", "detjax_delta_mix", "detjax_delta_rule", "detjax_gated_rms_norm",
-        "detjax_sigmoid_gate",
     }  # fmt: skip
+    of_rows = {"detjax_delta_step"} if "decode" in name else several
+    assert names & (several | {"detjax_delta_step"}) == of_rows
+    assert "detjax_sigmoid_gate" in names
 
 
 @pytest.mark.parametrize("name", ["narrow_200", "narrow_prefill"])

@@ -68,10 +68,10 @@ def test_without_a_fault_no_operation_differs():
 def test_a_recurrence_that_forgets_its_state_in_one_batch_is_found(monkeypatch):
     sound = detjax.pallas_kernels.portable.delta_rule
 
-    def forgetful(rows, filters, gates, row_pages, state_pages, table, positions, *layer):
+    def forgetful(rows, filters, gates, row_pages, state_pages, table, positions, *rest):
         if positions.shape == (3, 1):
             state_pages = jnp.zeros_like(state_pages)
-        return sound(rows, filters, gates, row_pages, state_pages, table, positions, *layer)
+        return sound(rows, filters, gates, row_pages, state_pages, table, positions, *rest)
 
     monkeypatch.setattr(detjax.pallas_kernels.portable, "delta_rule", forgetful)
     found = find("batch=3,row=1", is_deep=True)

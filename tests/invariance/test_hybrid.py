@@ -136,10 +136,10 @@ def test_control_a_decode_that_reads_states_in_bfloat16_is_seen(monkeypatch):
     """As elsewhere, where decode and prefill keep the state in their own ways."""
     want, right = alone(), portable.delta_rule
 
-    def wrong(rows, filters, gates, row_pages, state_pages, page_table, positions, layer):
+    def wrong(rows, filters, gates, row_pages, state_pages, page_table, positions, *rest):
         if positions.shape[1] == 1:
             state_pages = state_pages.astype(jnp.bfloat16).astype(jnp.float32)
-        return right(rows, filters, gates, row_pages, state_pages, page_table, positions, layer)
+        return right(rows, filters, gates, row_pages, state_pages, page_table, positions, *rest)
 
     monkeypatch.setattr(portable, "delta_rule", wrong)
     own = dummy_model(CONFIG, profile=dataclasses.replace(PROFILE))

@@ -3,7 +3,7 @@
 
 from detjax.array_types import Activation, Array, Float32, Int32
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule.operands import Filters, ProjectedRows
+from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sizes import states_of_page
 from detjax.pallas_kernels.kernel_table import KERNELS
 
@@ -19,8 +19,9 @@ def delta_rule(
     *,
     layer: int,
     backend: Backend,
+    norm: OutputNorm | None = None,
 ) -> tuple[
-    Float32[Array, "M H C"],
+    Float32[Array, "M H C"] | Activation[Array, "M O"],
     Activation[Array, "L N 1 K P X"],
     Float32[Array, "L N Z H I C"],
 ]:
@@ -51,9 +52,11 @@ def delta_rule(
             of this call fills; no two write the same page.
         layer: Which layer's pages.
         backend: Which implementation runs.
+        norm: Makes the result `gated_rms_norm` of it and of the gates of `rows`, which are columns
+            of a product then: all heads of a token, [M, H C].
 
     Raises:
-        ValueError: If a page has another number of states.
+        ValueError: If a page has another number of states, or a norm has no gates.
         NotImplementedError: If the backend does not do it.
 
     Numerics:
@@ -71,8 +74,10 @@ def delta_rule(
             f"a page of {row_pages.shape[4]} tokens has {states_of_page(row_pages.shape[4])} "
             f"states, not {state_pages.shape[2]}"
         )
+    if norm is not None and not isinstance(rows, ProjectedRows):
+        raise ValueError("a norm behind the recurrence needs the gates that ProjectedRows have")
     return KERNELS[backend].delta_rule(
-        rows, filters, gates, row_pages, state_pages, page_table, positions, layer
+        rows, filters, gates, row_pages, state_pages, page_table, positions, layer, norm
     )
 
 

@@ -81,6 +81,26 @@ class Filters(NamedTuple):
         return jnp.moveaxis(by_key_head([part[:, 0].T for part in self], num_heads), 0, 1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputNorm:
+    """The norm behind the recurrence, gated by the gates of `ProjectedRows`.
+
+    Attributes:
+        gain: [C] float32.
+        eps: Added to the mean square.
+    """
+
+    gain: Any
+    eps: float = field(metadata={"static": True})
+
+
+def normalised(gated_rms_norm, out, rows: ProjectedRows, norm: OutputNorm) -> jax.Array:
+    """Results [M, H, C] behind the norm, by a backend's `gated_rms_norm`: [M, H C]."""
+    heads, gates = (x.reshape(-1, rows.value_dim) for x in (out, rows.output_gates()))
+    return gated_rms_norm(heads, gates, norm.gain, eps=norm.eps).reshape(len(out), -1)
+
+
 def arranged(rows, filters) -> tuple[jax.Array, jax.Array]:
     """Rows [M, K, X] and filters [K, Y, X], whichever way they are given."""
     if isinstance(rows, ProjectedRows):

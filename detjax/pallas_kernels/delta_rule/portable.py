@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from detjax.pallas_kernels.delta_rule.operands import arranged
+from detjax.pallas_kernels.delta_rule.operands import OutputNorm, arranged, normalised
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 
@@ -77,14 +77,18 @@ class _Head(NamedTuple):
 
 
 def delta_rule(
-    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int,
+    norm: OutputNorm | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """See `api.delta_rule`."""
-    rows, filters = arranged(rows, filters)
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
-    return _delta_rule(
-        rows, filters, gates, row_pages, state_pages, page_table, positions, jnp.int32(layer)
-    )
+    out, row_pages, state_pages = _delta_rule(
+        *arranged(rows, filters), gates, row_pages, state_pages, page_table, positions,
+        jnp.int32(layer),
+    )  # fmt: skip
+    if norm is not None:
+        out = normalised(gated_rms_norm, out, rows, norm)
+    return out, row_pages, state_pages
 
 
 @jax.jit

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.pallas_kernels.delta_rule.operands import arranged
+from detjax.pallas_kernels.delta_rule.operands import OutputNorm, arranged, normalised
 from detjax.pallas_kernels.delta_rule.portable import NORM_EPS, write_rows
 from detjax.pallas_kernels.delta_rule.portable import delta_rule_gradient as delta_rule_gradient
 from detjax.pallas_kernels.hopper_sums import row_sum
@@ -13,8 +13,9 @@ from detjax.pallas_kernels.reference_library import call
 
 
 def delta_rule(
-    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows, filters, gates, row_pages, state_pages, page_table, positions, layer: int,
+    norm: OutputNorm | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """See `api.delta_rule`.
 
     Raises:
@@ -27,6 +28,7 @@ def delta_rule(
             "linear attention of the reference backend has bfloat16 or float32 and a multiple of "
             f"16 channels of keys, not {row_pages.dtype} and {dims[0]}; use portable"
         )
+    projected = rows
     rows, filters = arranged(rows, filters)
     batch, num_tokens = positions.shape
     block_len = row_pages.shape[4] // num_states
@@ -48,6 +50,8 @@ def delta_rule(
     pages = jnp.take_along_axis(page_table, pages, axis=1)
     pages = jnp.where((last >= 0) & (blocks <= last // block_len), pages, state_pages.shape[1])
     state_pages = state_pages.at[layer, pages, blocks % num_states].set(kept, mode="drop")
+    if norm is not None:
+        out = normalised(gated_rms_norm, out, projected, norm)
     return out, row_pages, state_pages
 
 

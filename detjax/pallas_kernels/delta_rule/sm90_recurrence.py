@@ -23,7 +23,7 @@ from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 from detjax.pallas_kernels.delta_rule.sm90_plan import COUNT, FIRST, LAST, NEXT
-from detjax.pallas_kernels.delta_rule.sm90_rows import VEC_LEN, MixedRows
+from detjax.pallas_kernels.delta_rule.sm90_rows import VEC_LEN, MixedRows, keep_count
 
 SLICE = 32
 """Channels of values of a CTA."""
@@ -110,7 +110,7 @@ def dot(state, x, tile: rows.Tile):
 
 
 def update(tile: rows.Tile, state, k, v, decay, written):
-    """The state [SLICE, c] behind a token, of its key and value in memory.
+    """The state [SLICE, c] behind a token, of its key and value in memory, and of its gates.
 
     # ORDER: `r = decay * dot(S, k)`, `S decay` and `(v - r) * beta`, each rounded; then
     # `fma(k, added, S decay)`.
@@ -118,9 +118,9 @@ def update(tile: rows.Tile, state, k, v, decay, written):
     math, line, shape = tile.whole, tile.per_row, state.shape
     k = tile.over_rows(tile.per_col.load(k), shape)
     v = line.load(v).astype(jnp.float32)
-    found = line.mul(dot(state, k, tile), line.full((SLICE,), decay))
-    faded = math.mul(state, math.full(shape, decay))
-    added = line.mul(line.sub(v, found), line.full((SLICE,), written))
+    found = line.mul(dot(state, k, tile), decay)
+    faded = math.mul(state, tile.over_columns(decay, shape))
+    added = line.mul(line.sub(v, found), written)
     return math.fma(k, tile.over_columns(added, shape), faded)
 
 
@@ -195,7 +195,7 @@ def keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
         ref[(*place, pl.ds(first, SLICE))] = values
         return
 
-    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), *[ptx.SCALAR] * 3))
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), *[ptx.SCALAR] * len(place)))
     def emit(ctx, values, memory, *scalars):
         *place, first = (x.registers.item() for x in scalars)
         row = arith.divui(ptx.thread(), ptx.i32(LANES))
@@ -203,15 +203,6 @@ def keep_result(values, ref, place: tuple, math: rows.Arithmetic) -> None:
         memref.store(ptx.scalars_of(values)[0], memory, _indices((*place, arith.addi(first, row))))
 
     emit(values, ref, *(jnp.int32(x) for x in place))
-
-
-def keep_count(pages, table, scalars: tuple, block, count) -> None:
-    """Say behind how many tokens of a block its state is: `sm90_rows._Place.begin`."""
-    seq, layer, head = scalars
-    page_len, width = pages.shape[4:]
-    start = block * STATE_BLOCK
-    page, offset = table[seq, lax.div(start, page_len)], lax.rem(start, page_len)
-    pages[layer, page, 0, head, offset, width - 1] = count.astype(pages.dtype)  # exact
 
 
 def read_states(
@@ -265,8 +256,8 @@ def read_states(
 
         def run(slot, i, state):
             """The state behind a token."""
-            decay, written = (chunks.gates[slot, which, i] for which in range(2))
-            return update(tile, state, chunks.k.at[slot, i], chunks.v.at[slot, i], decay, written)
+            gates = (line.full((SLICE,), chunks.gates[slot, which, i]) for which in range(2))
+            return update(tile, state, chunks.k.at[slot, i], chunks.v.at[slot, i], *gates)
 
         def read(slot, i, state, token):
             """What the token before reads."""
@@ -277,9 +268,9 @@ def read_states(
             """Put the state behind `count` tokens of a block in its place."""
             _keep_state(state, states_gmem, place_of(seq, block), math)
 
-            @pl.when((inner == 0) & (first_channel == 0))
+            @pl.when(first_channel == 0)
             def _count():
-                keep_count(pages_gmem, table_gmem, (seq, layer, head), block, count)
+                keep_count(pages_gmem, table_gmem, (seq, layer, head, inner), block, count)
 
         def one_sequence(_, seq):
             first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]

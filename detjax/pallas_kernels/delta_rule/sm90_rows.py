@@ -30,7 +30,8 @@ GROUP = 16
 """Tokens of a CTA that mixes rows; changes no bit."""
 
 
-def _index(value):
+def index(value):
+    """An integer of MLIR as an index."""
     return arith.index_cast(ir.IndexType.get(), value)
 
 
@@ -61,7 +62,7 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
             page = table_gmem[lax.div(token, query_len), lax.div(position, page_len)]
             offset = lax.rem(position, page_len)
             if interpret:
-                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = _whole_row(
+                pages_gmem[layer_gmem[0], page, 0, head, offset, :] = whole_row(
                     rows_gmem, token, head
                 )
                 return
@@ -72,20 +73,20 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[ptx.SCALAR] * 5))
             def emit(ctx, source, target, *scalars):
                 token, head, *place = (x.registers.item() for x in scalars)
-                layer, page, offset = map(_index, place)
+                layer, page, offset = map(index, place)
                 element = ir.MemRefType(source.type).element_type
-                kind, zero = ir.VectorType.get((each,), element), _index(ptx.i32(0))
+                kind, zero = ir.VectorType.get((each,), element), index(ptx.i32(0))
 
                 def store(value, column):
-                    column = _index(column)
-                    vector.store(value, target, [layer, page, zero, _index(head), offset, column])
+                    column = index(column)
+                    vector.store(value, target, [layer, page, zero, index(head), offset, column])
 
                 def copied(column):
                     """The numbers of a row from a column on, none of them b or a."""
                     if not is_projected:
-                        return vector.load(kind, source, [*map(_index, (token, head, column))])
-                    found = _source_column(rows_gmem, head, column)
-                    return vector.load(kind, source, [_index(token), _index(found)])
+                        return vector.load(kind, source, [*map(index, (token, head, column))])
+                    found = source_column(rows_gmem, head, column)
+                    return vector.load(kind, source, [index(token), index(found)])
 
                 in_vectors = _vector_columns(rows_gmem) if is_projected else width
                 for first in range(0, in_vectors // each, rows.LANES):
@@ -111,7 +112,7 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
     )
 
 
-def _whole_row(rows_ref, token, head):
+def whole_row(rows_ref, token, head):
     """A row of a token and a head of keys, interpreted."""
     if not isinstance(rows_ref, ProjectedRows):
         return rows_ref[token, head]
@@ -129,7 +130,7 @@ def _vector_columns(projected: ProjectedRows) -> int:
     return 2 * projected.key_dim + projected.group * projected.value_dim
 
 
-def _source_column(projected: ProjectedRows, head, column):
+def source_column(projected: ProjectedRows, head, column):
     """Where the product has what a row of a head has at a column, as int32 values of MLIR."""
     q, k, v = projected.part_starts[:3]
     dim, group_dim = projected.key_dim, projected.group * projected.value_dim
@@ -153,8 +154,31 @@ def _last_numbers(projected: ProjectedRows, source, token, head, column: int, co
             continue
         start = projected.part_starts[4 + i // group] + i % group
         own = arith.addi(arith.muli(head, ptx.i32(group)), ptx.i32(start))
-        found.append(memref.load(source, [_index(token), _index(own)]))
+        found.append(memref.load(source, [index(token), index(own)]))
     return found
+
+
+def _count_place(pages, table, place: tuple, block) -> tuple:
+    """Where it is written behind how many tokens of a block a head of values has its state.
+
+    Behind the row of the block's first token, with which it is written over. A head of its own has
+    it, as a step of decode reads and writes it by head.
+    """
+    seq, layer, head, inner = place
+    page_len, width = pages.shape[4:]
+    start = block * STATE_BLOCK
+    page, offset = table[seq, lax.div(start, page_len)], lax.rem(start, page_len)
+    return layer, page, 0, head, offset, width - 1 - inner
+
+
+def read_count(pages, table, place: tuple, block):
+    """Behind how many tokens of a block the state of a head of values is."""
+    return pages[_count_place(pages, table, place, block)]
+
+
+def keep_count(pages, table, place: tuple, block, count) -> None:
+    """Write what `read_count` reads."""
+    pages[_count_place(pages, table, place, block)] = count.astype(pages.dtype)  # exact
 
 
 class MixedRows(NamedTuple):
@@ -230,29 +254,22 @@ class _Place:
             position = arith.subi(position, ptx.i32(shift))
             at = arith.maxsi(position, ptx.i32(0))
             page, offset = (op(at, ptx.i32(page_len)) for op in (arith.divui, arith.remui))
-            page = memref.load(table, [_index(seq), _index(page)])
+            page = memref.load(table, [index(seq), index(page)])
             place = (layer, page, ptx.i32(0), head, offset, arith.addi(column, inner))
             element = ir.MemRefType(pages.type).element_type
             kind = ir.VectorType.get((VEC_LEN,), element)
-            value = vector.load(kind, pages, [_index(x) for x in place])
+            value = vector.load(kind, pages, [index(x) for x in place])
             zero = vector.broadcast(kind, mgpu.c(0.0, element))
             is_there = arith.cmpi(arith.CmpIPredicate.sge, position, ptx.i32(0))
-            return _one_register(arith.select(is_there, value, zero), shape, math)
+            return one_register(arith.select(is_there, value, zero), shape, math)
 
         return emit(self.pages, self.table, seq, layer, head, position, last, column)
 
     def begin(self, first):
-        """Where the sequence begins: `begin_of`.
-
-        The number of tokens behind which a block's state is lies behind the row of its first token,
-        with which it is written over.
-        """
+        """Where the sequence begins: `begin_of`, which all heads of values of a head agree on."""
         seq, layer, head = self.scalars
-        _, _, _, _, page_len, width = self.pages.shape
-        start = lax.div(jnp.maximum(first, 0), STATE_BLOCK) * STATE_BLOCK
-        page = self.table[seq, lax.div(start, page_len)]
-        count = self.pages[layer, page, 0, head, lax.rem(start, page_len), width - 1]
-        return begin_of(first, count)
+        block = lax.div(jnp.maximum(first, 0), STATE_BLOCK)
+        return begin_of(first, read_count(self.pages, self.table, (seq, layer, head, 0), block))
 
     def load_gates(self, position, last, column: int, group: int, math: rows.Arithmetic):
         """One number of each token and head of values, a thread each: float32 [LANES]."""
@@ -276,9 +293,9 @@ class _Place:
             token, inner = (op(ptx.thread(), ptx.i32(group)) for op in (arith.divui, arith.remui))
             at = arith.minsi(arith.addi(position, token), last)
             page, offset = (op(at, ptx.i32(page_len)) for op in (arith.divui, arith.remui))
-            page = memref.load(table, [_index(seq), _index(page)])
+            page = memref.load(table, [index(seq), index(page)])
             place = (layer, page, ptx.i32(0), head, offset, arith.addi(inner, ptx.i32(column)))
-            value = memref.load(pages, [_index(x) for x in place])
+            value = memref.load(pages, [index(x) for x in place])
             if value.type != ir.F32Type.get():
                 value = arith.extf(ir.F32Type.get(), value)
             return rows.one_a_thread(value)
@@ -300,16 +317,16 @@ def _tap(ref, first, tap: int, shape: tuple[int, int], math: rows.Arithmetic):
             arith.remui(ptx.thread(), ptx.i32(shape[1] // VEC_LEN)), ptx.i32(VEC_LEN)
         )
         channel = arith.addi(first.registers.item(), inner)
-        places = [_index(arith.addi(channel, ptx.i32(i))) for i in range(VEC_LEN)]
-        zero, which = _index(ptx.i32(0)), _index(ptx.i32(tap))
+        places = [index(arith.addi(channel, ptx.i32(i))) for i in range(VEC_LEN)]
+        zero, which = index(ptx.i32(0)), index(ptx.i32(tap))
         found = [memref.load(numbers, [place, zero, which]) for place in places]
         kind = ir.VectorType.get((VEC_LEN,), ir.MemRefType(numbers.type).element_type)
-        return _one_register(vector.from_elements(kind, found), shape, math)
+        return one_register(vector.from_elements(kind, found), shape, math)
 
     return emit(ref, first)
 
 
-def _one_register(value, shape: tuple[int, int], math: rows.Arithmetic) -> mgpu.FragmentedArray:
+def one_register(value, shape: tuple[int, int], math: rows.Arithmetic) -> mgpu.FragmentedArray:
     """An array of which a thread has one register."""
     layout = math.layout.to_mgpu()
     registers = np.array([value], dtype=object).reshape(layout.registers_shape(shape))
@@ -327,7 +344,7 @@ def _of_heads(ref, head, group: int, math: rows.Arithmetic):
     )
     def emit(ctx, numbers, head):
         inner = arith.remui(ptx.thread(), ptx.i32(group))
-        place = [_index(head.registers.item()), _index(inner)]
+        place = [index(head.registers.item()), index(inner)]
         return rows.one_a_thread(memref.load(numbers, place))
 
     return emit(ref, head)
@@ -349,7 +366,7 @@ def _keep_gates(values, ref, which: int, place: tuple, group: int, math: rows.Ar
         with mgpu.utils.when(ptx.below(ptx.thread(), ptx.i32(GROUP * group))):
             place = (seq, head, inner, ptx.i32(which), arith.addi(first, token))
             (value,) = ptx.scalars_of(values)
-            memref.store(value, memory, [_index(x) for x in place])
+            memref.store(value, memory, [index(x) for x in place])
 
     emit(values, ref, seq, head, token)
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrence of gated DeltaNet on Hopper for one new token a sequence.
+"""Gated DeltaNet on Hopper for one new token a sequence, in one launch.
 
-Such a step moves states and does little else. So TMA brings the states of a head to shared memory,
-a slice of channels at a time, and takes them back. The bits are those of `sm90_recurrence`.
+Such a step moves states and does little else. So a CTA has a head of values: it asks for the
+head's state, mixes the token meanwhile, and TMA brings the state to shared memory, a slice of
+channels at a time, and takes it back. The bits are those of `sm90_rows.mix_rows`,
+`sm90_recurrence` and `sm90_gated_norm`.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,85 +21,86 @@ from jax.extend.mlir.dialects import arith, memref
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows as rows
+from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
-from detjax.pallas_kernels.delta_rule.sm90_plan import COUNT, LAST, NEXT
+from detjax.pallas_kernels.delta_rule.sm90_gated_norm import gated
+from detjax.pallas_kernels.delta_rule.sm90_one_token import (
+    KEY,
+    QUERY,
+    VALUE,
+    OneToken,
+    turned,
+)
+from detjax.pallas_kernels.delta_rule.sm90_plan import COUNT, LAST, NEXT, begin_of
 from detjax.pallas_kernels.delta_rule.sm90_recurrence import (
     LANES,
     SLICE,
     dot,
     in_registers,
-    keep_count,
     keep_result,
     update,
 )
-from detjax.pallas_kernels.delta_rule.sm90_rows import GROUP, VEC_LEN, MixedRows
-from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.delta_rule.sm90_rows import VEC_LEN, index, keep_count, read_count
+from detjax.pallas_kernels.hopper_sums import row_sum
 
 SWIZZLED_ROWS = 8
 """Rows of a slice after which the swizzle of 128 bytes repeats."""
 
 TRANSFORMS = (plgpu.TilingTransform((SWIZZLED_ROWS, SLICE)), plgpu.SwizzleTransform(4 * SLICE))
 
-COPIED = 2
-"""Rows of values that TMA brings: of one token and the place behind it, 128 bytes at least."""
-
 
 class _Memory(NamedTuple):
     """Shared memory of a CTA.
 
     Attributes:
-        states: [n, c, SLICE] float32, slices of a head's state.
-        q: [c] float32, of the new token.
-        k: [c] float32.
-        v: [COPIED, C].
+        states: [slices, c, SLICE] float32, of the head.
+        tokens: [2, rows, c] float32: the new token, and an earlier one.
+        results: [1, C] float32, what the token reads.
         arrived: A barrier a slice.
-        row_arrived: A barrier, of the token's row.
     """
 
     states: Any
-    q: Any
-    k: Any
-    v: Any
+    tokens: Any
+    results: Any
     arrived: Any
-    row_arrived: Any
 
 
-def _memory(count: int, dim: int, dtype: jnp.dtype) -> _Memory:
+def _memory(dim: int) -> _Memory:
+    num_slices = dim // SLICE
     return _Memory(
-        states=plgpu.SMEM((count, dim, SLICE), jnp.float32, transforms=TRANSFORMS),
-        q=plgpu.SMEM((dim,), jnp.float32),
-        k=plgpu.SMEM((dim,), jnp.float32),
-        v=plgpu.SMEM((COPIED, dim), dtype),
-        arrived=plgpu.Barrier(num_barriers=count),
-        row_arrived=plgpu.Barrier(num_arrivals=3),
+        states=plgpu.SMEM((num_slices, dim, SLICE), jnp.float32, transforms=TRANSFORMS),
+        tokens=plgpu.SMEM((2, rows.LANES * VEC_LEN // dim, dim), jnp.float32),
+        results=plgpu.SMEM((1, dim), jnp.float32),
+        arrived=plgpu.Barrier(num_barriers=num_slices),
     )
 
 
 def _places(count: int) -> list:
-    """Where a thread's numbers of a slice lie, as Mosaic tiles and swizzles it."""
-    i32, index = ptx.i32, ir.IndexType.get()
+    """Where a thread's numbers of a slice lie, as Mosaic tiles and swizzles it.
 
-    def as_index(x):
-        return arith.index_cast(index, x)
-
+    In the order of `turned`, in which a warp's threads read from all banks at once.
+    """
+    i32, as_index = ptx.i32, index
     column = arith.divui(ptx.thread(), i32(LANES))
     lane = arith.remui(ptx.thread(), i32(LANES))
     # Channel of key `16 i + 4 lane + e`: row `4 (lane % 2) + e` of block `2 i + lane / 2`.
     in_block = SWIZZLED_ROWS // VEC_LEN
     block = as_index(arith.divui(lane, i32(in_block)))
     first = arith.muli(arith.remui(lane, i32(in_block)), i32(VEC_LEN))
+    turn = turned(lane)
     of_step = []
     for e in range(VEC_LEN):
-        row = arith.addi(first, i32(e))
+        row = arith.addi(first, arith.xori(i32(e), turn))
         # The swizzle: in row r the 16 bytes of place p are those of place p ^ r.
         swizzled = arith.xori(column, arith.muli(row, i32(VEC_LEN)))
         of_step.append((as_index(i32(0)), as_index(row), as_index(swizzled)))
     # Only a constant tells steps apart, so that they share their addresses.
-    steps = [mgpu.c(i * LANES // in_block, index) for i in range(count // VEC_LEN)]
+    kind = ir.IndexType.get()
+    steps = [mgpu.c(i * LANES // in_block, kind) for i in range(count // VEC_LEN)]
     return [(arith.addi(block, step), *place) for step in steps for place in of_step]
 
 
-def _load(ref, is_there, tile: rows.Tile):
+def _load_slice(ref, is_there, tile: rows.Tile):
     """A slice [c, SLICE] in shared memory, turned: [SLICE, c]; zeros if it is not there."""
     math, shape = tile.whole, (SLICE, ref.shape[0])
     if math.is_interpreted:
@@ -117,8 +121,8 @@ def _load(ref, is_there, tile: rows.Tile):
     return emit(ref, is_there)
 
 
-def _store(ref, state, tile: rows.Tile) -> None:
-    """Put back what `_load` reads."""
+def _store_slice(ref, state, tile: rows.Tile) -> None:
+    """Put back what `_load_slice` reads."""
     math = tile.whole
     if math.is_interpreted:
         ref[...] = state.T
@@ -133,28 +137,42 @@ def _store(ref, state, tile: rows.Tile) -> None:
     emit(state, ref)
 
 
-def slices_together(num_states: int, dim: int) -> int:
-    """Slices of a CTA: a whole head where that leaves each SM two; changes no bit."""
-    return dim // SLICE if num_states >= 2 * NUM_SMS else 1
-
-
 def step_states(
-    rows_of: MixedRows, pages_ref, states_ref, page_table, plan, layer, *, interpret: bool
+    projected: ProjectedRows, filters: Filters, gates: tuple, norm: OutputNorm, pages_ref,
+    states_ref, page_table, plan, layer, *, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """See `sm90_recurrence.read_states`, of one new token a sequence: float32 [B, H, C]."""
-    batch, num_keys, _, dim = rows_of.k.shape
-    group, num_states = rows_of.v.shape[2], states_ref.shape[2]
-    together = slices_together(batch * num_keys * group, dim)
-    tile = rows.tile_of_rows(SLICE, lanes=LANES, vec_len=VEC_LEN, is_interpreted=interpret)
-    line, shape = tile.per_row, (SLICE, dim)
+    """Put one new token a sequence in its page, run and keep its state, and read and normalise it.
 
-    def body(
-        mixed_gmem, pages_gmem, states_gmem, table_gmem, plan_gmem, layer_gmem, out_gmem, memory
-    ):  # fmt: skip
-        q_gmem, k_gmem, v_gmem, gates_gmem, begin_gmem = mixed_gmem
-        seq, value_head = lax.axis_index("seq"), lax.axis_index("head")
-        head, inner = lax.div(value_head, group), lax.rem(value_head, group)
-        part, layer = lax.axis_index("part"), layer_gmem[0]
+    Args:
+        projected: Of the tokens.
+        filters: Of the convolution.
+        gates: A and step, [K, G].
+        norm: Of the results.
+        pages_ref: Of rows, a `jax.new_ref`.
+        states_ref: [L, N, Z, H, c, C], a `jax.new_ref`.
+        page_table: [B, n].
+        plan: Of `plan_sequences`.
+        layer: An int32 scalar.
+        interpret: Run in interpret mode.
+
+    Returns:
+        [B, H C]: `api.gated_rms_norm` of what the tokens read; zeros of padding.
+    """
+    batch, num_states, dim = len(plan), states_ref.shape[2], projected.key_dim
+    num_heads, dtype = projected.num_heads * projected.group, pages_ref.dtype
+    num_slices = dim // SLICE
+    make = functools.partial(rows.tile_of_rows, is_interpreted=interpret)
+    tile = make(SLICE, lanes=LANES, vec_len=VEC_LEN)
+    token_tile = make(rows.LANES * VEC_LEN // dim, lanes=dim // VEC_LEN, vec_len=VEC_LEN)
+    line, shape = tile.per_row, (SLICE, dim)
+    form = row_sum(dim)
+    norm_tile = make(1, lanes=form.lanes, vec_len=form.vec_len)
+
+    def body(of_token, gain_gmem, pages_gmem, states_gmem, of_batch, out_gmem, memory):
+        projected_gmem, filters_gmem, gates_gmem = of_token
+        table_gmem, plan_gmem, layer_gmem = of_batch
+        value_head, layer = lax.axis_index("head"), layer_gmem[0]
+        head, inner = lax.div(value_head, projected.group), lax.rem(value_head, projected.group)
 
         def states_of(seq, block, channels):
             page = table_gmem[seq, lax.div(block, num_states)]
@@ -165,79 +183,124 @@ def step_states(
 
             @pl.when(position >= 0)
             def _token():
-                run_token(seq, position, begin_gmem[seq, head])
+                run_token(seq, position)
 
             @pl.when(position < 0)
             def _padding():
-                for i in range(together):
-                    place = seq, value_head, (part * together + i) * SLICE
-                    keep_result(line.full((SLICE,), 0.0), out_gmem, place, line)
+                for columns in norm_columns(value_head * dim):
+                    zeros = norm_tile.whole.full((1, columns.size), 0.0, dtype)
+                    out_gmem[pl.ds(seq, 1), columns] = zeros
 
             return plan_gmem[seq, NEXT]
 
-        def run_token(seq, position, begin):
-            base = lax.div(begin, GROUP) * GROUP  # `MixedRows`
-            at = position - base
-            before = lax.div(jnp.maximum(begin - 1, 0), STATE_BLOCK)
+        def run_token(seq, position):
+            token = OneToken(
+                projected=projected_gmem, filters=filters_gmem, gates=gates_gmem,
+                pages=pages_gmem, table=table_gmem, place=(seq, layer, head, inner),
+                tile=token_tile, line=line, line_shape=(SLICE,),
+            )  # fmt: skip
             block = lax.div(position, STATE_BLOCK)
+            start = block * STATE_BLOCK
+            before = lax.div(jnp.maximum(start - 1, 0), STATE_BLOCK)
+            of_count = seq, layer, head, inner
 
-            def channels_of(i):
-                return pl.ds((part * together + i) * SLICE, SLICE)
+            def slice_of(i):
+                """Its place in shared memory, and its channels."""
+                return memory.states.at[i], memory.arrived.at[i], pl.ds(i * SLICE, SLICE)
 
-            for source, target in (
-                (q_gmem.at[seq, head, at + 1], memory.q),
-                (k_gmem.at[seq, head, at], memory.k),
-                (v_gmem.at[seq, head, inner, pl.ds(at, COPIED)], memory.v),
-            ):
-                plgpu.copy_gmem_to_smem(source, target, memory.row_arrived)
-            for i in range(together):
-                plgpu.copy_gmem_to_smem(
-                    states_of(seq, before, channels_of(i)), memory.states.at[i],
-                    memory.arrived.at[i],
-                )  # fmt: skip
+            def ask(i, block):
+                held, arrived, channels = slice_of(i)
+                plgpu.copy_gmem_to_smem(states_of(seq, block, channels), held, arrived)
 
-            def gates_of(at):
-                return [gates_gmem[seq, head, inner, which, at] for which in range(2)]
+            # WHY: before it is known whether the block's state is that of the token before. It
+            # nearly always is, and nobody waits for the number that says so.
+            @pl.loop(0, num_slices)
+            def _ask(i):
+                ask(i, jnp.where(position > start, block, before))
 
-            gates = gates_of(at)
-            plgpu.barrier_wait(memory.row_arrived)
+            # WHY: all loads first; what is computed between two of them would wait for the first.
+            count = read_count(pages_gmem, table_gmem, of_count, block)
+            numbers = token.load(position, is_new=True)
+            begin = begin_of(position, count)
+            own, earlier = (memory.tokens.at[i] for i in range(2))
+            own[...] = token.mix(numbers)
+            gates = token.gates_of(numbers)
+            plgpu.commit_smem()
 
-            @pl.loop(0, together)
+            def run(state, of_token, channels, gates):
+                values = of_token.at[VALUE, channels]
+                return update(tile, state, of_token.at[KEY], values, *gates)
+
+            @pl.when(begin < position)
+            def _from_the_start():
+                """Bring the states of the block before and run the tokens between."""
+
+                @pl.loop(0, num_slices)
+                def _slice(i):
+                    held, arrived, channels = slice_of(i)
+                    plgpu.barrier_wait(arrived)
+                    ask(i, before)
+                    plgpu.barrier_wait(arrived)
+
+                    def one_token(at, state):
+                        numbers = token.load(at, is_new=False)
+                        earlier[...] = token.mix(numbers)
+                        plgpu.commit_smem()
+                        state = run(state, earlier, channels, token.gates_of(numbers))
+                        plgpu.commit_smem()
+                        return state
+
+                    state = _load_slice(held, begin > 0, tile)
+                    _store_slice(held, lax.fori_loop(begin, position, one_token, state), tile)
+
+            @pl.loop(0, num_slices)
             def _slice(i):
-                channels, held = channels_of(i), memory.states.at[i]
+                held, arrived, channels = slice_of(i)
 
-                def one_before(at, state):
-                    v = v_gmem.at[seq, head, inner, at, channels]
-                    return update(tile, state, k_gmem.at[seq, head, at], v, *gates_of(at))
+                @pl.when(begin == position)
+                def _arrived():
+                    plgpu.barrier_wait(arrived)
 
-                plgpu.barrier_wait(memory.arrived.at[i])
-                state = _load(held, begin > 0, tile)
-                # Of a block that begins anew, all its tokens.
-                state = lax.fori_loop(begin - base, at, one_before, state)
-                state = update(tile, state, memory.k, memory.v.at[0, channels], *gates)
-                q = tile.over_rows(tile.per_col.load(memory.q), shape)
-                place = seq, value_head, channels.start
-                keep_result(dot(state, q, tile), out_gmem, place, line)
-                _store(held, state, tile)
+                state = run(_load_slice(held, position > 0, tile), own, channels, gates)
+                q = tile.over_rows(tile.per_col.load(own.at[QUERY]), shape)
+                keep_result(dot(state, q, tile), memory.results, (0, channels.start), line)
+                _store_slice(held, state, tile)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(held, states_of(seq, block, channels))
 
-            @pl.when((inner == 0) & (part == 0))
-            def _count():
-                count = position + 1 - block * STATE_BLOCK
-                keep_count(pages_gmem, table_gmem, (seq, layer, head), block, count)
-
-            # The next sequence of this CTA may begin with these states.
+            token.keep(numbers, position)
+            keep_count(pages_gmem, table_gmem, of_count, block, position + 1 - start)
+            normalise(seq)
+            # The next sequence of this CTA may begin with these states, and with this row.
+            plgpu.commit_smem()
             plgpu.wait_smem_to_gmem(0)
 
+        def norm_columns(first):
+            part = dim // form.num_parts
+            return [pl.ds(first + p * part, part) for p in range(form.num_parts)]
+
+        def normalise(seq):
+            whole, here = norm_tile.whole, pl.ds(seq, 1)
+            of_gates = norm_columns(projected.part_starts[3] + value_head * dim)
+            z = [whole.load(projected_gmem.columns.at[here, c]) for c in of_gates]
+            gains = [norm_tile.per_col.load(gain_gmem.at[c]) for c in norm_columns(0)]
+            parts = [whole.load(memory.results.at[:, c]) for c in norm_columns(0)]
+            normed = gated(parts, z, gains, norm_tile, width=dim, eps=norm.eps)
+            for c, value in zip(norm_columns(value_head * dim), normed, strict=True):
+                out_gmem[here, c] = value.astype(dtype)  # ROUND: once
+
+        seq = lax.axis_index("seq")
         lax.fori_loop(0, plan_gmem[seq, COUNT], one_sequence, seq)
 
     return rows.run_kernel(
         body,
-        (rows_of, pages_ref, states_ref, page_table, plan, layer.reshape(1)),
-        out=jax.ShapeDtypeStruct((batch, num_keys * group, dim), jnp.float32),
-        grid={"seq": batch, "head": num_keys * group, "part": dim // SLICE // together},
-        name="detjax_delta_rule",
+        (
+            (projected, filters, gates), norm.gain, pages_ref, states_ref,
+            (page_table, plan, layer.reshape(1)),
+        ),
+        out=jax.ShapeDtypeStruct((batch, num_heads * dim), dtype),
+        grid={"seq": batch, "head": num_heads},
+        name="detjax_delta_step",
         is_interpreted=interpret,
-        scratch_types=[_memory(together, dim, rows_of.v.dtype)],
+        scratch_types=[_memory(dim)],
     )  # fmt: skip
