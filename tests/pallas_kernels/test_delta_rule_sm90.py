@@ -207,12 +207,12 @@ def test_a_sequence_follows_the_one_that_writes_its_page():
     plan = np.asarray(plan_sequences(jnp.asarray(table, I32), jnp.asarray(positions, I32),
                                      page_len=PAGE))  # fmt: skip
     assert plan.tolist() == [
-        [0, 255, 1, 4],  # then those whose state before is on its pages
-        [128, 167, 2, 0],
-        [256, 258, 4, 0],
-        [130, 131, 6, 1],
-        [256, 256, 6, 0],
-        [-1, -1, 6, 1],  # padding has zeros to write
+        [0, 255, 1, 4, 1, 0],  # then those whose state before is on its pages
+        [128, 167, 2, 0, 2, 0],
+        [256, 258, 4, 0, 3, 1],
+        [130, 131, 6, 1, 5, 4],
+        [256, 256, 6, 0, 6, 1],
+        [-1, -1, 6, 1, 7, 7],  # padding has zeros to write
     ]
 
 

@@ -83,9 +83,7 @@ def delta_rule(
 def _step(of_layer, norm, row_pages, state_pages, page_table, positions, layer, *, interpret):
     rows_ref, states_ref = jax.new_ref(row_pages), jax.new_ref(state_pages)
     plan = plan_sequences(page_table, positions, page_len=row_pages.shape[4])
-    out = step_states(
-        *of_layer, norm, rows_ref, states_ref, page_table, plan, layer, interpret=interpret
-    )
+    out = step_states(*of_layer, norm, rows_ref, states_ref, plan, layer, interpret=interpret)
     return out, jax.freeze(rows_ref), jax.freeze(states_ref)
 
 

@@ -74,7 +74,7 @@ class OneToken:
         filters: Of the convolution.
         gates: A and step, [K, G] each.
         pages: Rows of earlier tokens, [L, N, 1, K, P, X].
-        table: [B, n].
+        of_last: The new token's page, the one before it, and the first position of that page.
         place: Sequence, layer, head of keys and head of values within its group, int32.
         tile: Arithmetic on rows.
         line: Arithmetic on one number a thread's channel of values, of the recurrence.
@@ -85,7 +85,7 @@ class OneToken:
     filters: Filters
     gates: tuple
     pages: Any
-    table: Any
+    of_last: tuple
     place: tuple
     tile: rows.Tile
     line: rows.Arithmetic
@@ -209,9 +209,9 @@ class OneToken:
         return arith.muli(unit, ptx.i32(self.projected.key_dim))
 
     def _page_of(self, position) -> tuple:
-        """Page and offset of a position that is not negative."""
-        page_len = self.pages.shape[4]
-        return self.table[self.place[0], lax.div(position, page_len)], lax.rem(position, page_len)
+        """Page and offset of a position on the new token's page, or on the one before it."""
+        page, before, first = self.of_last
+        return jnp.where(position >= first, page, before), lax.rem(position, self.pages.shape[4])
 
     def _kept(self, position):
         """A row of a page; zeros before position 0."""

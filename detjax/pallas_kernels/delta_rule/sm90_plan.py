@@ -11,9 +11,10 @@ from jax import lax
 from detjax.array_types import Array, Int32
 from detjax.pallas_kernels.delta_rule.sizes import STATE_BLOCK
 
-FIRST, LAST, NEXT, COUNT = range(4)
+FIRST, LAST, NEXT, COUNT, PAGE, BEFORE = range(6)
 """Columns of a plan: positions of the first and the last new token, -1 for none; the sequence to
-compute after this one, and how many a CTA that begins here computes; 0 for none."""
+compute after this one, and how many a CTA that begins here computes, 0 for none; the page of the
+last new token and the one before it, so that a step waits for no table."""
 
 
 def begin_of(first, count) -> jax.Array:
@@ -31,7 +32,7 @@ def begin_of(first, count) -> jax.Array:
 
 def plan_sequences(
     page_table: Int32[Array, "B n"], positions: Int32[Array, "B T"], *, page_len: int
-) -> Int32[Array, "B 4"]:
+) -> Int32[Array, "B 6"]:
     """Say what is new of each sequence, and which sequences follow from each other.
 
     A sequence that begins with a state on a page that an earlier sequence of this call writes is
@@ -59,4 +60,7 @@ def plan_sequences(
     is_same = root[:, None] == root[None, :]
     later = jnp.where(is_same & is_before, rows[None, :], batch)
     count = jnp.where(root == rows, jnp.sum(is_same, axis=1, dtype=jnp.int32), 0)
-    return jnp.stack([first, last, jnp.min(later, axis=1), count], axis=1)
+    of_last = jnp.maximum(last, 0)[:, None] // page_len - jnp.arange(2, dtype=jnp.int32)[None]
+    pages = jnp.take_along_axis(page_table, jnp.maximum(of_last, 0), axis=1)
+    columns = [first, last, jnp.min(later, axis=1), count]
+    return jnp.concatenate([jnp.stack(columns, axis=1), pages], axis=1)

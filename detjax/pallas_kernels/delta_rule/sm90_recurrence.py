@@ -270,7 +270,8 @@ def read_states(
 
             @pl.when(first_channel == 0)
             def _count():
-                keep_count(pages_gmem, table_gmem, (seq, layer, head, inner), block, count)
+                page = table_gmem[seq, lax.div(block, num_states)]
+                keep_count(pages_gmem, page, (layer, head, inner), block, count)
 
         def one_sequence(_, seq):
             first, last = plan_gmem[seq, FIRST], plan_gmem[seq, LAST]

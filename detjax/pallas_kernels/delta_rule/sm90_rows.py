@@ -158,27 +158,28 @@ def _last_numbers(projected: ProjectedRows, source, token, head, column: int, co
     return found
 
 
-def _count_place(pages, table, place: tuple, block) -> tuple:
+def _count_place(pages, page, place: tuple, block) -> tuple:
     """Where it is written behind how many tokens of a block a head of values has its state.
 
     Behind the row of the block's first token, with which it is written over. A head of its own has
     it, as a step of decode reads and writes it by head.
     """
-    seq, layer, head, inner = place
+    layer, head, inner = place
     page_len, width = pages.shape[4:]
-    start = block * STATE_BLOCK
-    page, offset = table[seq, lax.div(start, page_len)], lax.rem(start, page_len)
-    return layer, page, 0, head, offset, width - 1 - inner
+    return layer, page, 0, head, lax.rem(block * STATE_BLOCK, page_len), width - 1 - inner
 
 
-def read_count(pages, table, place: tuple, block):
-    """Behind how many tokens of a block the state of a head of values is."""
-    return pages[_count_place(pages, table, place, block)]
+def read_count(pages, page, place: tuple, block):
+    """Behind how many tokens of a block, which is on a page, the state of a head of values is.
+
+    `place` is the layer, the head of keys, and the head of values of its group.
+    """
+    return pages[_count_place(pages, page, place, block)]
 
 
-def keep_count(pages, table, place: tuple, block, count) -> None:
+def keep_count(pages, page, place: tuple, block, count) -> None:
     """Write what `read_count` reads."""
-    pages[_count_place(pages, table, place, block)] = count.astype(pages.dtype)  # exact
+    pages[_count_place(pages, page, place, block)] = count.astype(pages.dtype)  # exact
 
 
 class MixedRows(NamedTuple):
@@ -269,7 +270,8 @@ class _Place:
         """Where the sequence begins: `begin_of`, which all heads of values of a head agree on."""
         seq, layer, head = self.scalars
         block = lax.div(jnp.maximum(first, 0), STATE_BLOCK)
-        return begin_of(first, read_count(self.pages, self.table, (seq, layer, head, 0), block))
+        page = self.table[seq, lax.div(block * STATE_BLOCK, self.pages.shape[4])]
+        return begin_of(first, read_count(self.pages, page, (layer, head, 0), block))
 
     def load_gates(self, position, last, column: int, group: int, math: rows.Arithmetic):
         """One number of each token and head of values, a thread each: float32 [LANES]."""

@@ -31,7 +31,7 @@ from detjax.pallas_kernels.delta_rule.sm90_one_token import (
     OneToken,
     turned,
 )
-from detjax.pallas_kernels.delta_rule.sm90_plan import COUNT, LAST, NEXT, begin_of
+from detjax.pallas_kernels.delta_rule.sm90_plan import BEFORE, COUNT, LAST, NEXT, PAGE, begin_of
 from detjax.pallas_kernels.delta_rule.sm90_recurrence import (
     LANES,
     SLICE,
@@ -139,7 +139,7 @@ def _store_slice(ref, state, tile: rows.Tile) -> None:
 
 def step_states(
     projected: ProjectedRows, filters: Filters, gates: tuple, norm: OutputNorm, pages_ref,
-    states_ref, page_table, plan, layer, *, interpret: bool,
+    states_ref, plan, layer, *, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """Put one new token a sequence in its page, run and keep its state, and read and normalise it.
 
@@ -150,7 +150,6 @@ def step_states(
         norm: Of the results.
         pages_ref: Of rows, a `jax.new_ref`.
         states_ref: [L, N, Z, H, c, C], a `jax.new_ref`.
-        page_table: [B, n].
         plan: Of `plan_sequences`.
         layer: An int32 scalar.
         interpret: Run in interpret mode.
@@ -160,7 +159,7 @@ def step_states(
     """
     batch, num_states, dim = len(plan), states_ref.shape[2], projected.key_dim
     num_heads, dtype = projected.num_heads * projected.group, pages_ref.dtype
-    num_slices = dim // SLICE
+    num_slices, page_len = dim // SLICE, pages_ref.shape[4]
     make = functools.partial(rows.tile_of_rows, is_interpreted=interpret)
     tile = make(SLICE, lanes=LANES, vec_len=VEC_LEN)
     token_tile = make(rows.LANES * VEC_LEN // dim, lanes=dim // VEC_LEN, vec_len=VEC_LEN)
@@ -168,14 +167,12 @@ def step_states(
     form = row_sum(dim)
     norm_tile = make(1, lanes=form.lanes, vec_len=form.vec_len)
 
-    def body(of_token, gain_gmem, pages_gmem, states_gmem, of_batch, out_gmem, memory):
+    def body(of_token, gain_gmem, pages_gmem, states_gmem, plan_gmem, layer_gmem, out_gmem, memory):
         projected_gmem, filters_gmem, gates_gmem = of_token
-        table_gmem, plan_gmem, layer_gmem = of_batch
         value_head, layer = lax.axis_index("head"), layer_gmem[0]
         head, inner = lax.div(value_head, projected.group), lax.rem(value_head, projected.group)
 
-        def states_of(seq, block, channels):
-            page = table_gmem[seq, lax.div(block, num_states)]
+        def states_of(page, block, channels):
             return states_gmem.at[layer, page, lax.rem(block, num_states), value_head, :, channels]
 
         def one_sequence(_, seq):
@@ -194,32 +191,42 @@ def step_states(
             return plan_gmem[seq, NEXT]
 
         def run_token(seq, position):
+            page, page_before = plan_gmem[seq, PAGE], plan_gmem[seq, BEFORE]
+            of_last = page, page_before, lax.div(position, page_len) * page_len
             token = OneToken(
                 projected=projected_gmem, filters=filters_gmem, gates=gates_gmem,
-                pages=pages_gmem, table=table_gmem, place=(seq, layer, head, inner),
+                pages=pages_gmem, of_last=of_last, place=(seq, layer, head, inner),
                 tile=token_tile, line=line, line_shape=(SLICE,),
             )  # fmt: skip
             block = lax.div(position, STATE_BLOCK)
             start = block * STATE_BLOCK
-            before = lax.div(jnp.maximum(start - 1, 0), STATE_BLOCK)
-            of_count = seq, layer, head, inner
+            before = jnp.maximum(block - 1, 0)
+            of_before = jnp.where(lax.rem(block, num_states) == 0, page_before, page), before
+            of_count = layer, head, inner
 
             def slice_of(i):
                 """Its place in shared memory, and its channels."""
                 return memory.states.at[i], memory.arrived.at[i], pl.ds(i * SLICE, SLICE)
 
-            def ask(i, block):
+            def ask(i, page, block):
                 held, arrived, channels = slice_of(i)
-                plgpu.copy_gmem_to_smem(states_of(seq, block, channels), held, arrived)
+                plgpu.copy_gmem_to_smem(states_of(page, block, channels), held, arrived)
 
             # WHY: before it is known whether the block's state is that of the token before. It
             # nearly always is, and nobody waits for the number that says so.
             @pl.loop(0, num_slices)
             def _ask(i):
-                ask(i, jnp.where(position > start, block, before))
+                there = position > start
+                ask(
+                    i,
+                    *(
+                        jnp.where(there, *both)
+                        for both in zip((page, block), of_before, strict=True)
+                    ),
+                )
 
             # WHY: all loads first; what is computed between two of them would wait for the first.
-            count = read_count(pages_gmem, table_gmem, of_count, block)
+            count = read_count(pages_gmem, page, of_count, block)
             numbers = token.load(position, is_new=True)
             begin = begin_of(position, count)
             own, earlier = (memory.tokens.at[i] for i in range(2))
@@ -239,7 +246,7 @@ def step_states(
                 def _slice(i):
                     held, arrived, channels = slice_of(i)
                     plgpu.barrier_wait(arrived)
-                    ask(i, before)
+                    ask(i, *of_before)
                     plgpu.barrier_wait(arrived)
 
                     def one_token(at, state):
@@ -266,10 +273,10 @@ def step_states(
                 keep_result(dot(state, q, tile), memory.results, (0, channels.start), line)
                 _store_slice(held, state, tile)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(held, states_of(seq, block, channels))
+                plgpu.copy_smem_to_gmem(held, states_of(page, block, channels))
 
             token.keep(numbers, position)
-            keep_count(pages_gmem, table_gmem, of_count, block, position + 1 - start)
+            keep_count(pages_gmem, page, of_count, block, position + 1 - start)
             normalise(seq)
             # The next sequence of this CTA may begin with these states, and with this row.
             plgpu.commit_smem()
@@ -296,7 +303,7 @@ def step_states(
         body,
         (
             (projected, filters, gates), norm.gain, pages_ref, states_ref,
-            (page_table, plan, layer.reshape(1)),
+            plan, layer.reshape(1),
         ),
         out=jax.ShapeDtypeStruct((batch, num_heads * dim), dtype),
         grid={"seq": batch, "head": num_heads},
