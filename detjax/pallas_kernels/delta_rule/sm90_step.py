@@ -54,13 +54,13 @@ class _Memory(NamedTuple):
 
     Attributes:
         states: [slices, c, SLICE] float32, of the head.
-        tokens: [2, rows, c] float32: the new token, and an earlier one.
+        token: [rows, c] float32: `one_token.OneToken.mix`.
         results: [1, C] float32, what the token reads.
         arrived: A barrier a slice.
     """
 
     states: Any
-    tokens: Any
+    token: Any
     results: Any
     arrived: Any
 
@@ -69,7 +69,7 @@ def _memory(dim: int) -> _Memory:
     num_slices = dim // SLICE
     return _Memory(
         states=plgpu.SMEM((num_slices, dim, SLICE), jnp.float32, transforms=TRANSFORMS),
-        tokens=plgpu.SMEM((2, rows.LANES * VEC_LEN // dim, dim), jnp.float32),
+        token=plgpu.SMEM((rows.LANES * VEC_LEN // dim, dim), jnp.float32),
         results=plgpu.SMEM((1, dim), jnp.float32),
         arrived=plgpu.Barrier(num_barriers=num_slices),
     )
@@ -229,51 +229,45 @@ def step_states(
             count = read_count(pages_gmem, page, of_count, block)
             numbers = token.load(position, is_new=True)
             begin = begin_of(position, count)
-            own, earlier = (memory.tokens.at[i] for i in range(2))
-            own[...] = token.mix(numbers)
-            gates = token.gates_of(numbers)
-            plgpu.commit_smem()
-
-            def run(state, of_token, channels, gates):
-                values = of_token.at[VALUE, channels]
-                return update(tile, state, of_token.at[KEY], values, *gates)
 
             @pl.when(begin < position)
             def _from_the_start():
-                """Bring the states of the block before and run the tokens between."""
+                @pl.loop(0, num_slices)
+                def _slice(i):
+                    plgpu.barrier_wait(slice_of(i)[1])
+                    ask(i, *of_before)
+
+            @pl.loop(begin, position + 1)
+            def _token(at):
+                """The new token, behind those of a block that begins anew."""
+                is_new = at == position
+                earlier = functools.partial(token.load, at, is_new=False)
+                found = lax.cond(is_new, lambda: numbers, earlier)
+                memory.token[...] = token.mix(found)
+                gates = token.gates_of(found)
+                plgpu.commit_smem()
 
                 @pl.loop(0, num_slices)
                 def _slice(i):
                     held, arrived, channels = slice_of(i)
-                    plgpu.barrier_wait(arrived)
-                    ask(i, *of_before)
-                    plgpu.barrier_wait(arrived)
 
-                    def one_token(at, state):
-                        numbers = token.load(at, is_new=False)
-                        earlier[...] = token.mix(numbers)
+                    @pl.when(at == begin)
+                    def _arrived():
+                        plgpu.barrier_wait(arrived)
+
+                    k, v = memory.token.at[KEY], memory.token.at[VALUE, channels]
+                    state = update(tile, _load_slice(held, at > 0, tile), k, v, *gates)
+                    _store_slice(held, state, tile)
+
+                    @pl.when(is_new)
+                    def _read():
+                        q = tile.over_rows(tile.per_col.load(memory.token.at[QUERY]), shape)
+                        place = 0, channels.start
+                        keep_result(dot(state, q, tile), memory.results, place, line)
                         plgpu.commit_smem()
-                        state = run(state, earlier, channels, token.gates_of(numbers))
-                        plgpu.commit_smem()
-                        return state
+                        plgpu.copy_smem_to_gmem(held, states_of(page, block, channels))
 
-                    state = _load_slice(held, begin > 0, tile)
-                    _store_slice(held, lax.fori_loop(begin, position, one_token, state), tile)
-
-            @pl.loop(0, num_slices)
-            def _slice(i):
-                held, arrived, channels = slice_of(i)
-
-                @pl.when(begin == position)
-                def _arrived():
-                    plgpu.barrier_wait(arrived)
-
-                state = run(_load_slice(held, position > 0, tile), own, channels, gates)
-                q = tile.over_rows(tile.per_col.load(own.at[QUERY]), shape)
-                keep_result(dot(state, q, tile), memory.results, (0, channels.start), line)
-                _store_slice(held, state, tile)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(held, states_of(page, block, channels))
 
             token.keep(numbers, position)
             keep_count(pages_gmem, page, of_count, block, position + 1 - start)
