@@ -60,6 +60,8 @@ class KernelCode:
         num_registers: Registers a thread.
         spill_bytes: Bytes stored to local memory because registers ran out, a thread.
         wgmma: Shapes of its tensor-core instructions, such as "m64n256k16".
+        waits_for_wgmma: Whether ptxas put tensor-core instructions one after the other, for lack of
+            registers or as others write what they read.
         contractions: Pairs of a product and a sum that ptxas may fuse (`contractible`).
     """
 
@@ -67,6 +69,7 @@ class KernelCode:
     num_registers: int
     spill_bytes: int
     wgmma: tuple[str, ...]
+    waits_for_wgmma: bool
     contractions: tuple[str, ...]
 
 
@@ -271,5 +274,6 @@ def _kernel_code(log: Path) -> KernelCode:
         num_registers=int(registers),
         spill_bytes=int(spill),
         wgmma=tuple(sorted(set(re.findall(r"wgmma\.mma_async\S*\.(m\d+n\d+k\d+)", ptx)))),
+        waits_for_wgmma="wgmma.mma_async instructions are serialized" in text,
         contractions=tuple(contractible(ptx)),
     )

@@ -526,6 +526,10 @@ def _hold_rows(tiles: FlatTiles, p: Product) -> FlatTiles:
         # WHY: read again from shared memory, values need no registers; and with five warpgroups
         # gates and ups of 8 rows take 56.6 us instead of 56.2 (H200).
         most = 2
+    elif p.coding:
+        # WHY: codes of two steps take 160 registers. Of four or five warpgroups a thread has fewer,
+        # and ptxas puts the products one after the other.
+        most = min(most, 2)
     rows_each = -(-num_rows // most)
     sharers = -(-num_rows // rows_each)
     # Deep steps leave too few of them in flight beside wider rows.
