@@ -132,9 +132,9 @@ class CanonicalOps:
         heads, residual = rows
         return cache, heads, Stream(residual=residual, x=None)
 
-    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+    def gate(self, weights: dict, stream: Stream) -> tuple[jax.Array, Stream]:
         """Gates and ups in one launch."""
-        return gated_layer(self.ctx, weights, *stream)
+        return gated_layer(self.ctx, weights, stream)
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A tree of leaves over ranks, then the residual stream, then the norm."""

@@ -98,10 +98,11 @@ class FastOps:
             heads = (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
         return with_kv(cache, kind, kv), heads
 
-    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+    def gate(self, weights: dict, stream: Stream) -> tuple[jax.Array, Stream]:
         """A product, then its gates."""
         gate_up = product(stream.x, weights["gate_up"], stream.x.dtype)
-        return _geglu(gate_up) if self.ctx.config.gating is Gating.GEGLU else swiglu(gate_up)
+        gated = _geglu if self.ctx.config.gating is Gating.GEGLU else swiglu
+        return gated(gate_up), stream
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """A product, a sum over ranks, a sum, a norm."""

@@ -71,7 +71,7 @@ from detjax.pallas_kernels.moe.expert_weights import (
 )
 from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
+from detjax.pallas_kernels.rms_norm.api import add_rms_norm, combine_add_rms_norm, rms_norm
 from detjax.pallas_kernels.rope.api import rope_into_cache
 from detjax.pallas_kernels.rope.portable import split_heads
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -225,6 +225,8 @@ def product_of_stream(
     if x is not None:
         return linear(x, w, bias, **options), stream
     assert gain is not None  # rows that are still to be normalised have one
+    if isinstance(residual, UnaddedSubtrees):
+        return _add_norm_product(ctx, residual, gain, w, bias)
     if not isinstance(residual, UnaddedExperts):
         return norm_linear(residual, gain, w, bias, eps=eps, **options), stream
     out, total = combine_experts_norm_linear(
@@ -232,6 +234,23 @@ def product_of_stream(
         eps=eps, shared=residual.shared, **options,
     )  # fmt: skip
     return out, Stream(residual=total, x=None)
+
+
+def _add_norm_product(
+    ctx: ForwardContext,
+    subtrees: UnaddedSubtrees,
+    gain: Activation[Array, " D"],
+    w: Any,
+    bias: Activation[Array, " o"] | None,
+    *,
+    is_gated: bool = False,
+) -> tuple[Activation[Array, "M X"], Stream]:
+    """The rest of a tree, the norm of the stream and a product, and the stream added up."""
+    out, total, x = combine_norm_linear(
+        subtrees.leaf_sums, subtrees.residual, gain, w, bias, eps=ctx.config.rms_norm_eps,
+        out_dtype=ctx.profile.activation_dtype, is_gated=is_gated, backend=ctx.backend,
+    )  # fmt: skip
+    return out, Stream(residual=total, x=x)
 
 
 def normalise_all_heads(
@@ -375,31 +394,29 @@ def wanted_rows(
 
 
 def gated_layer(
-    ctx: ForwardContext,
-    weights: dict,
-    residual: Activation[Array, "m D"],
-    x: Activation[Array, "M D"] | None,
-) -> Activation[Array, "M f"]:
-    """The feed-forward layer up to its row-parallel product; `x` as in `Stream`."""
-    if isinstance(w := weights["gate_up"], AdaptedMatrix):
-        rows = final_rows(ctx, residual, x, weights.get("mlp_norm"))
-        if ctx.config.gating is Gating.GEGLU:
-            return geglu(adapted_linear(ctx, rows, w, None), backend=ctx.backend)
-        adapters = _adapter_rows(ctx, rows, w)
-        return lora_linear_swiglu(rows, w.base, adapters, backend=ctx.backend)
+    ctx: ForwardContext, weights: dict, stream: Stream
+) -> tuple[Activation[Array, "M f"], Stream]:
+    """The feed-forward layer up to its row-parallel product, and the stream added up."""
+    w, gain, backend = weights["gate_up"], weights.get("mlp_norm"), ctx.backend
+    if ctx.config.gating is Gating.GEGLU or isinstance(w, AdaptedMatrix):
+        stream = added_rows(ctx, stream, gain)
+        return _gated_rows(ctx, w, stream.x), stream
+    if stream.x is not None:
+        return linear_swiglu(stream.x, w, backend=backend), stream
+    assert gain is not None  # rows that are still to be normalised have one
+    if isinstance(stream.residual, UnaddedSubtrees):
+        return _add_norm_product(ctx, stream.residual, gain, w, None, is_gated=True)
+    eps = ctx.config.rms_norm_eps
+    return norm_linear_swiglu(stream.residual, gain, w, eps=eps, backend=backend), stream
+
+
+def _gated_rows(ctx: ForwardContext, w: Any, x: Activation[Array, "M D"]) -> jax.Array:
+    """`gated_layer` of normalised rows, with adapters or a gate that no product applies."""
     if ctx.config.gating is Gating.GEGLU:
-        x = final_rows(ctx, residual, x, weights["mlp_norm"])
-        gate_up = linear(x, weights["gate_up"], out_dtype=x.dtype, backend=ctx.backend)
-        return geglu(gate_up, backend=ctx.backend)
-    if x is None:
-        return norm_linear_swiglu(
-            residual,
-            weights["mlp_norm"],
-            weights["gate_up"],
-            eps=ctx.config.rms_norm_eps,
-            backend=ctx.backend,
-        )
-    return linear_swiglu(x, weights["gate_up"], backend=ctx.backend)
+        if isinstance(w, AdaptedMatrix):
+            return geglu(adapted_linear(ctx, x, w, None), backend=ctx.backend)
+        return geglu(linear(x, w, out_dtype=x.dtype, backend=ctx.backend), backend=ctx.backend)
+    return lora_linear_swiglu(x, w.base, _adapter_rows(ctx, x, w), backend=ctx.backend)
 
 
 def fuses_experts(ctx: ForwardContext) -> bool:
@@ -681,12 +698,15 @@ def added_rows(ctx: ForwardContext, stream: Stream, gain: Activation[Array, " D"
             residual.y, residual.weights, residual.residual, gain, shared=residual.shared, **options
         )
         return Stream(*added)
+    if isinstance(residual, UnaddedSubtrees):
+        leaf_sums, before = residual.leaf_sums, residual.residual
+        return Stream(*combine_add_rms_norm(leaf_sums, before, None, gain, **options))
     return Stream(residual=residual, x=rms_norm(residual, gain, **options))
 
 
 def final_rows(
     ctx: ForwardContext,
-    residual: Activation[Array, "m D"] | UnaddedExperts,
+    residual: Activation[Array, "m D"] | UnaddedExperts | UnaddedSubtrees,
     x: Activation[Array, "M D"] | None,
     gain: Activation[Array, " D"] | None,
 ) -> Activation[Array, "M D"]:
@@ -794,6 +814,22 @@ def _add_own_outputs(
     return gather_columns(total, TP_AXIS)
 
 
+def _may_defer_sums(ctx: ForwardContext, w: Any) -> bool:
+    """Whether what follows `row_parallel_norm` may finish its sum, as far as the model decides.
+
+    That is a router without a bias, or in a model without experts the product after a product of
+    codes: CTAs share its tree where those of a product of bfloat16 do not.
+    """
+    if not fuses_experts(ctx):
+        return False
+    config = ctx.config
+    if config.experts is None:
+        return isinstance(w, QuantizedMatrix)
+    # No bias there, and no float32 weights.
+    has_plain_router = not (config.has_clamped_experts or config.has_sigmoid_router)
+    return has_plain_router and all(config.experts.layers)
+
+
 def row_parallel_norm(
     ctx: ForwardContext,
     x: Activation[Array, "M i"],
@@ -825,13 +861,9 @@ def row_parallel_norm(
         # there the kernel that adds the CTAs' subtrees normalises as well.
         residual = linear_add(x, w, residual, bias, reduction=reduction, backend=backend)
         return Stream(residual=residual, x=None)
-    experts = ctx.config.experts
-    is_before_router = fuses_experts(ctx) and experts is not None and all(experts.layers)
-    # No bias there, and no float32 weights.
-    is_before_router = is_before_router and not ctx.config.has_clamped_experts
-    is_before_router = is_before_router and not ctx.config.has_sigmoid_router
-    if is_before_router and bias is None and defers_sum(x, w, reduction=reduction, backend=backend):
-        # WHY: a launch a layer fewer, as the router's product adds and normalises as well.
+    may_defer = bias is None and _may_defer_sums(ctx, w)
+    if may_defer and defers_sum(x, w, reduction=reduction, backend=backend):
+        # WHY: a launch fewer, as the product after it adds and normalises as well.
         leaf_sums = linear_leaf_sums(x, w, reduction=reduction, backend=backend)
         return Stream(residual=UnaddedSubtrees(leaf_sums=leaf_sums, residual=residual), x=None)
     if ctx.tp == 1:

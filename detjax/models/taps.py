@@ -111,12 +111,12 @@ class WatchedOps:
         self._taps.see("attention", heads, Share.COLUMNS)
         return cache, heads, stream
 
-    def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
+    def gate(self, weights: dict[str, Any], stream: Stream) -> tuple[jax.Array, Stream]:
         """As the operations watched do."""
-        channels = self._ops.gate(weights, stream)
+        channels, stream = self._ops.gate(weights, stream)
         self._taps.see("gated", channels, Share.COLUMNS)
         self._is_mlp = True
-        return channels
+        return channels, stream
 
     def add_norm(
         self, x: jax.Array, w: Any, bias: jax.Array | None, gain: jax.Array, stream: Stream

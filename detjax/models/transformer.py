@@ -21,7 +21,8 @@ class Stream(NamedTuple):
 
     Attributes:
         residual: The residual stream, [M, D]; where rows are scattered, this rank's own. Or what it
-            is the sum of, where whoever reads it adds it up (`layers.UnaddedExperts`).
+            is the sum of, where whoever reads it adds it up (`layers.UnaddedExperts`,
+            `layers.UnaddedSubtrees`).
         x: Its normalised rows, [M, D], or None where the product that reads them normalises.
     """
 
@@ -63,8 +64,8 @@ class DecoderOps(Protocol):
         """
         ...
 
-    def gate(self, weights: dict[str, Any], stream: Stream) -> jax.Array:
-        """The feed-forward layer up to its last product: gated channels."""
+    def gate(self, weights: dict[str, Any], stream: Stream) -> tuple[jax.Array, Stream]:
+        """The feed-forward layer up to its last product: gated channels, and the stream."""
         ...
 
     def add_norm(
@@ -135,7 +136,7 @@ def decoder_layer(
         stream = ops.add_norm(heads, o, o_bias, weights["mlp_norm"], stream)
     if "router" in weights:
         return ops.mix_experts(weights, next_gain, stream, cache)
-    channels = ops.gate(weights, stream)
+    channels, stream = ops.gate(weights, stream)
     if "mlp_norm_after" in weights:
         gains = AfterGains(weights["mlp_norm_after"], next_gain)
         return cache, ops.norm_add(channels, weights["down"], None, gains, stream)

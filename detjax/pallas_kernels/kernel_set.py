@@ -106,8 +106,9 @@ class KernelSet(Protocol):
         ...
 
     def combine_norm_linear(
-        self, leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, leaf_sums, residual, gain, w, bias, *,
+        eps: float, out_dtype: jnp.dtype, is_gated: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """See `linear.api.combine_norm_linear`."""
         ...
 

@@ -101,9 +101,9 @@ class TrainingOps:
         normed = linear_ops.gated_rms_norm(ctx, sums, heads, z, weights["linear_norm"])
         return normed.reshape(len(rows), -1)
 
-    def gate(self, weights: dict, stream: Stream) -> jax.Array:
+    def gate(self, weights: dict, stream: Stream) -> tuple[jax.Array, Stream]:
         """Multiply, then gate: the bits of both operations in one launch."""
-        return ops.gated(
+        channels = ops.gated(
             self.ctx,
             self.sums,
             ops.linear(
@@ -114,6 +114,7 @@ class TrainingOps:
                 widths=_widths(weights, "gate_up"),
             ),
         )
+        return channels, stream
 
     def add_norm(self, x, w, bias, gain, stream: Stream) -> Stream:
         """Run one operation, as on one rank of a server."""

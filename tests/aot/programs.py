@@ -35,11 +35,13 @@ from detjax.models.layers import (
     Tokens,
     adapted_linear,
     gated_layer,
+    product_of_stream,
     row_parallel_norm,
 )
 from detjax.models.loading import LoadedModel
 from detjax.models.params import MATRICES, padded_vocab_size, partition_specs
 from detjax.models.registry import FAMILIES as REGISTRY
+from detjax.models.transformer import Stream
 from detjax.models.weights import blake3, device_hashing
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention.api import attention, rope_attention
@@ -51,7 +53,12 @@ from detjax.pallas_kernels.linear.api import (
     linear_add_rms_norm,
     norm_linear_swiglu,
 )
-from detjax.pallas_kernels.linear.quantized import W8A8Matrix
+from detjax.pallas_kernels.linear.quantized import (
+    CodeType,
+    QuantizedMatrix,
+    W8A8Matrix,
+    packed_shape,
+)
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.pallas_kernels.moe.api import expert_linear, expert_mlp, route_mlp_add_rms_norm
@@ -127,7 +134,7 @@ def adapted(num_rows: int) -> aot.CompiledProgram:
             AdaptedMatrix(base=w, stack=stack, slots=slots)
             for w, stack in zip(weights, stacks, strict=True)
         )
-        gated = gated_layer(ctx, {"gate_up": gate_up}, residual, x)
+        gated = gated_layer(ctx, {"gate_up": gate_up}, Stream(residual, x))[0]
         column = adapted_linear(ctx, x, qkv, None)
         return column, gated, *row_parallel_norm(ctx, x, o, residual, None, gain)
 
@@ -151,6 +158,34 @@ def norm_qkv(num_rows: int) -> aot.CompiledProgram:
         return sm90.norm_linear(x, gain, w, None, eps=1e-5, out_dtype=BF16)
 
     return aot.compile_program(run, _shape(num_rows, 4096), _shape(4096), _shape(6144, 4096))
+
+
+def codes(num_rows: int, code_type: CodeType) -> aot.CompiledProgram:
+    """A layer of codes without its attention, and the first q, k, v, which add nothing."""
+    ctx = ForwardContext(config=llama(1), profile=PROFILE, backend=Backend.SM90, tp=1)
+
+    def matrix(num_out: int, num_in: int) -> QuantizedMatrix:
+        return QuantizedMatrix(
+            codes=_shape(*packed_shape((num_out, num_in), code_type), dtype=jnp.int32),
+            scales=_shape(num_in // 128, num_out),
+            code_type=code_type, group_len=128, has_small_scales=True,
+        )  # fmt: skip
+
+    sizes = (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096)
+    leaves, treedef = jax.tree.flatten(tuple(matrix(*size) for size in sizes))
+
+    def run(heads, residual, gain, *leaves):
+        o, gate_up, down, qkv = jax.tree.unflatten(treedef, leaves)
+        weights = {"gate_up": gate_up, "mlp_norm": gain, "qkv": qkv, "attn_norm": gain}
+        first, stream = product_of_stream(ctx, weights, "qkv", Stream(residual, None))
+        stream = row_parallel_norm(ctx, heads, o, stream.residual, None, gain)
+        gated, stream = gated_layer(ctx, weights, stream)
+        stream = row_parallel_norm(ctx, gated, down, stream.residual, None, gain)
+        out, stream = product_of_stream(ctx, weights, "qkv", stream)
+        return first, out, stream.residual
+
+    rows = _shape(num_rows, 4096)
+    return aot.compile_program(run, rows, rows, _shape(4096), *leaves)
 
 
 def norm_gate_up(num_rows: int, width: int) -> aot.CompiledProgram:
@@ -665,6 +700,14 @@ PROGRAMS = {
     "norm_qkv_8": lambda: norm_qkv(8),
     "norm_gate_up_8": lambda: norm_gate_up(8, 4096),
     "norm_gate_up_8_wide": lambda: norm_gate_up(8, 8192),
+    "codes_int4_1": lambda: codes(1, CodeType.INT4),
+    "codes_int4_2": lambda: codes(2, CodeType.INT4),
+    "codes_int4_3": lambda: codes(3, CodeType.INT4),
+    "codes_int4_4": lambda: codes(4, CodeType.INT4),
+    "codes_int4_8": lambda: codes(8, CodeType.INT4),
+    "codes_int8_1": lambda: codes(1, CodeType.INT8),
+    "codes_int8_2": lambda: codes(2, CodeType.INT8),
+    "codes_int8_4": lambda: codes(4, CodeType.INT8),
     "expert_rows_512": lambda: expert_rows(512),
     "expert_rows_32768": lambda: expert_rows(32768),
     "experts_1": lambda: experts(1),
@@ -903,6 +946,7 @@ if __name__ == "__main__":
     program = PROGRAMS[sys.argv[1]]()
     report = {
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "waiting": [kernel.name for kernel in program.kernels if kernel.waits_for_wgmma],
         "copies": program.copies(least_bytes=LARGE_BYTES),
         "temp_bytes": program.temp_bytes,
         "clones": program.num_clones,

@@ -148,6 +148,23 @@ def test_a_norm_before_gated_tiles_spills_nothing(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "launches"),
+    [
+        # One launch for each product, and two that add more rows and normalise them.
+        ("codes_int4_1", 5), ("codes_int4_2", 5), ("codes_int4_3", 7), ("codes_int4_4", 7),
+        ("codes_int4_8", 7), ("codes_int8_1", 5), ("codes_int8_2", 5), ("codes_int8_4", 7),
+    ],
+)  # fmt: skip
+def test_products_of_codes_add_and_normalise_without_spills(name, launches):
+    program = compiled(name)
+    assert wgmma(program, "detjax_linear") == wgmma(program, "detjax_linear_swiglu")
+    assert wgmma(program, "detjax_linear") == {("m64n8k16",)}
+    assert spills(program) == {} and program["copies"] == []
+    assert program["launches"] == launches
+    assert program["waiting"] == []
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "launches"),
     [
         # The first product routes and lists its tiles; else route, sort; from 129 rows a count.

@@ -484,6 +484,16 @@ def _cases() -> dict[str, Case]:
             ),
             rows=(bf16(rng, M, K),),
         ),
+        "combine_norm_linear, with a bias": Case(
+            kernel=combine_norm_linear,
+            call=lambda leaves, r: _combine_and_multiply(leaves, r, gain, w, bias),
+            rows=(f32(rng, M, 2, K), bf16(rng, M, K)),
+        ),
+        "combine_norm_linear, gated": Case(
+            kernel=combine_norm_linear,
+            call=lambda leaves, r: _combine_and_multiply(leaves, r, gain, w_gate_up, is_gated=True),
+            rows=(f32(rng, M, 2, K), bf16(rng, M, K)),
+        ),
         "linear_add": Case(
             kernel=linear_add,
             call=lambda x, r: linear_add(x, wide_w, r, bias, reduction=eight, **ON),
@@ -804,11 +814,12 @@ def _over_ranks(x, ids, experts, *, ranks: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, x.dtype)
 
 
-def _combine_and_multiply(leaves, residual, gain, w) -> jax.Array:
+def _combine_and_multiply(leaves, residual, gain, w, bias=None, *, is_gated=False) -> jax.Array:
     """As `_combine`, with the product after it."""
     out = combine_norm_linear(
-        jnp.moveaxis(leaves, 1, 0), residual, gain, w, eps=1e-5, out_dtype=residual.dtype, **ON
-    )
+        jnp.moveaxis(leaves, 1, 0), residual, gain, w, bias,
+        eps=1e-5, out_dtype=residual.dtype, is_gated=is_gated, **ON,
+    )  # fmt: skip
     return jnp.concatenate(out, axis=1)
 
 
@@ -913,6 +924,7 @@ def _run(call, rows, *, program: str = "run") -> np.ndarray:
 NAMES = tuple(_cases_cache())
 COMPOSED = (
     "norm_linear_swiglu", "linear_add_rms_norm", "combine_add_rms_norm", "combine_norm_linear",
+    "combine_norm_linear, with a bias", "combine_norm_linear, gated",
     "stats_and_choice", "choose_token", "rope_into_cache", "rope_attention", "expert_mlp",
     "route_mlp", "route_mlp_add_rms_norm", "combine_experts_add_rms_norm",
     "combine_experts_add_rms_norm, shared",

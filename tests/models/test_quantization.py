@@ -388,6 +388,35 @@ def test_weights_that_stay_packed_give_the_same_answers(tmp_path, scheme, tp):
 
 
 @pytest.mark.slow
+def test_answers_of_packed_weights_do_not_depend_on_who_adds(tmp_path, monkeypatch):
+    """Sums left to the next product, in decode alone or for prompts too, change no answer."""
+    folder = write_model_folder(
+        tmp_path / "bf16", SMALL | {"num_hidden_layers": 2}, scale=128**-0.5
+    )
+    quantize_folder(folder, tmp_path / "q", RECIPES["int4-w4a16"], progress=ignore_progress)
+    model = opened(tmp_path / "q", mode="packed")
+    want, plain_sum = digests(model), layers.combine_norm_linear
+    for most_rows in (1, 1024):
+        late = []
+
+        def says(x, w, most_rows=most_rows, late=late, **_) -> bool:
+            late.append(len(x) <= most_rows)
+            return late[-1]
+
+        monkeypatch.setattr(layers, "defers_sum", says)
+        assert digests(opened(tmp_path / "q", mode="packed")) == want
+        assert any(late) and all(late) == (most_rows == 1024)
+
+    # A stream that is not added up is seen: the comparison can fail.
+    def forgets(leaf_sums, residual, *rest, **options):
+        out, _, x = plain_sum(leaf_sums, residual, *rest, **options)
+        return out, residual, x
+
+    monkeypatch.setattr(layers, "combine_norm_linear", forgets)
+    assert digests(opened(tmp_path / "q", mode="packed")) != want
+
+
+@pytest.mark.slow
 def test_packed_weights_are_replaced_by_those_of_a_folder_and_by_no_names(tmp_path):
     folder = folder_of("small", tmp_path / "bf16")
     quantize_folder(folder, tmp_path / "q", RECIPES["int8-w8a16"], progress=ignore_progress)

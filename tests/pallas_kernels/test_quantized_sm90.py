@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from detjax.pallas_kernels.linear.quantized import (
 from detjax.pallas_kernels.linear.sm90_expand import expand
 from detjax.pallas_kernels.linear.sm90_matmul import matmul
 from detjax.pallas_kernels.linear.tiles import FlatTiles, Product, choose_tiles, smem_bytes
+from detjax.pallas_kernels.rms_norm.sm90 import combine_add_rms_norm
 from detjax.pallas_kernels.sm90_hardware import SMEM_BYTES
 from detjax.testing.bitwise import assert_bitwise_equal, count_different_bits
 
@@ -167,6 +169,68 @@ def test_a_product_of_codes_in_interpret_mode(kind, leaf_len, tiles, one_cta):
     assert np.abs(np.asarray(want, np.float32)).max() > 0
 
 
+def unadded(num_rows: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Subtrees, and a residual stream that nearly cancels them, so that the sum shows its order."""
+    rng = np.random.default_rng(4)
+    size = (4, num_rows, width)
+    leaves = rng.normal(size=size) * np.exp(rng.normal(size=size))
+    return jnp.asarray(leaves, F32), jnp.asarray(-leaves.sum(0), BF16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "is_gated"),
+    [("int4", 1, False), ("int4", 2, True), ("int8", 1, True), ("int4_zeros", 2, False)],
+)
+def test_a_product_of_codes_adds_and_normalises_in_interpret_mode(
+    kind, num_rows, is_gated, one_cta
+):
+    """The bits of two launches: one that adds and normalises, and one that multiplies."""
+    width = 512
+    matrix, gain = drawn(kind, (256, width)), jnp.asarray(np.linspace(0.5, 2, width), BF16)
+    leaves, residual = unadded(num_rows, width)
+    options: dict = {"eps": EPS, "out_dtype": BF16, "is_gated": is_gated}
+    found = sm90.combine_norm_linear(leaves, residual, gain, matrix, interpret=INTERPRET, **options)
+    two = {"eps": EPS, "interpret": True}
+    total, x = combine_add_rms_norm(leaves, residual, None, gain, **two)
+    plain = FlatTiles(
+        cols=8, k=64 if is_gated else 256, stages=2, is_gated=is_gated, coding=matrix.coding
+    )
+    product = matmul(
+        x, matrix, None, None, leaf_len=width, out_dtype=BF16, tiles=plain, interpret=INTERPRET
+    )
+    for a, b, what in zip(found, (product, total, x), ("product", "stream", "rows"), strict=True):
+        assert_bitwise_equal(a, b, claim=f"{what}: added and normalised in the product's launch")
+    # Subtrees in another order are another tree.
+    other, _ = combine_add_rms_norm(leaves[jnp.array([0, 2, 1, 3])], residual, None, gain, **two)
+    assert count_different_bits(other, total)
+
+
+def test_few_rows_of_codes_are_added_where_they_are_multiplied(monkeypatch):
+    """One launch for each product, and one more where registers would not do."""
+
+    def names(num_rows: int, *, width: int = 512, is_gated=False, kind="int4") -> list[str]:
+        matrix = drawn(kind, (256, width))
+        leaves, residual = unadded(num_rows, width)
+        run = functools.partial(
+            sm90.combine_norm_linear, eps=EPS, out_dtype=BF16, is_gated=is_gated
+        )
+        jaxpr = jax.make_jaxpr(run)(leaves, residual, jnp.ones(width, BF16), matrix)
+        return re.findall(r"name=(detjax_\w+)", str(jaxpr))
+
+    for is_gated, product in ((False, "detjax_linear"), (True, "detjax_linear_swiglu")):
+        assert names(2, is_gated=is_gated) == [product]
+        assert names(3, is_gated=is_gated) == ["detjax_rms_norm_wide", product]
+    two_launches = ["detjax_rms_norm_wide", "detjax_linear"]
+    assert names(1, width=6144) == names(1, width=5120, kind="int4_zeros") == two_launches
+    assert names(1, width=5120) == names(1, kind="int4_zeros") == ["detjax_linear"]
+    for name, most in (("MAX_SUBTREES_BY_CODES", 3), ("MAX_ROWS_BY_CODES", 0)):
+        assert names(1) == ["detjax_linear"]
+        with monkeypatch.context() as patch:
+            patch.setattr(sm90, name, most)
+            assert names(1) == two_launches
+
+
 def test_tiles_and_weights_must_be_of_one_coding():
     matrix = drawn("int4", (64, 128))
     with pytest.raises(ValueError, match="need tiles of the same, not None"):
@@ -246,3 +310,43 @@ def test_products_of_codes_on_a_gpu(kind, name):
     # Codes that are one off are seen.
     other = dataclasses.replace(matrix, codes=matrix.codes ^ 0x01010101)
     assert count_different_bits(run(xs[:8], other, residual[:8], gain)[0], wholes[0][..., :8, :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_codes_add_and_normalise_on_a_gpu(kind, is_gated):
+    """The bits of two launches at every number of rows; rows alone have the bits of rows together.
+
+    Sizes at which warpgroups help (several rows), and at which a row is several chunks.
+    """
+    width = 2048
+    matrix = drawn(kind, (1024, width))
+    if KINDS[kind][4][0] < 0:  # finite sums
+        matrix = dataclasses.replace(matrix, scales=jnp.clip(matrix.scales, -0.5, 0.5))
+    gain = jnp.asarray(np.linspace(0.5, 2, width), BF16)
+    leaves, residual = unadded(8, width)
+
+    @jax.jit
+    def one_launch(leaves, residual):
+        return sm90.combine_norm_linear(
+            leaves, residual, gain, matrix, eps=EPS, out_dtype=BF16, is_gated=is_gated
+        )
+
+    @jax.jit
+    def two_launches(leaves, residual):
+        total, x = combine_add_rms_norm(leaves, residual, None, gain, eps=EPS)
+        product = (
+            sm90.linear_swiglu
+            if is_gated
+            else functools.partial(sm90.linear, bias=None, out_dtype=BF16)
+        )
+        return product(x, matrix), total, x
+
+    whole = two_launches(leaves, residual)
+    for rows in range(1, 9):
+        found = one_launch(leaves[:, :rows], residual[:rows])
+        for a, want in zip(found, whole, strict=True):
+            assert_bitwise_equal(a, want[:rows], claim=f"{rows} rows added and normalised")
+    other = one_launch(leaves[jnp.array([0, 2, 1, 3])][:, :2], residual[:2])
+    assert count_different_bits(other[1], whole[1][:2])

@@ -10,7 +10,7 @@ from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.linear import w8a8
 from detjax.pallas_kernels.linear.joined import JoinedMatrix
 from detjax.pallas_kernels.linear.quantized import QuantizedMatrix, RowsToQuantize, W8A8Matrix
-from detjax.pallas_kernels.rms_norm.api import rms_norm
+from detjax.pallas_kernels.rms_norm.api import combine_add_rms_norm, rms_norm
 
 
 def linear(
@@ -314,14 +314,17 @@ def combine_norm_linear(
     residual: Activation[Array, "M I"],
     gain: Activation[Array, " I"],
     w: Activation[Array, "O I"] | QuantizedMatrix | W8A8Matrix | JoinedMatrix,
+    bias: Activation[Array, " O"] | None = None,
     *,
     eps: float,
     out_dtype: jnp.dtype,
+    is_gated: bool = False,
     backend: Backend,
-) -> tuple[Activation[Array, "M O"], Activation[Array, "M I"], Activation[Array, "M I"]]:
+) -> tuple[Activation[Array, "M X"], Activation[Array, "M I"], Activation[Array, "M I"]]:
     """Finish a row-parallel product of tp = 1, normalise, and multiply.
 
-    `total, x = combine_add_rms_norm(leaf_sums, residual, None, gain)`, `out = linear(x, w)`
+    `total, x = combine_add_rms_norm(leaf_sums, residual, None, gain)`, `out = linear(x, w, bias)`,
+    or `linear_swiglu(x, w)`
 
     Without `leaf_sums`, `total = residual` and `x = rms_norm(residual, gain)`.
 
@@ -330,8 +333,11 @@ def combine_norm_linear(
         residual: The residual stream.
         gain: Of the norm.
         w: Weights of the second product, (out, in).
+        bias: Of the second product; None if it is gated.
         eps: Of the norm.
-        out_dtype: What the second product is rounded to; float32 keeps it.
+        out_dtype: What the second product is rounded to; float32 keeps it. If it is gated, that of
+            `residual`.
+        is_gated: Whether `w` is gates, then ups.
         backend: Which implementation runs.
 
     Returns:
@@ -341,15 +347,20 @@ def combine_norm_linear(
         ValueError: If I of the arrays differ.
 
     Numerics:
-        The bits of `combine_add_rms_norm`, or `rms_norm`, and `linear` one after the other; on sm90
-        few rows in one launch.
+        The bits of `combine_add_rms_norm`, or `rms_norm`, and `linear` or `linear_swiglu`, one
+        after the other; on sm90 few rows in one launch.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (I, dtypes, build).
     """
-    _check_inputs(residual, w)
+    (_check_gate_up if is_gated else _check_inputs)(residual, w)
     if leaf_sums is not None and leaf_sums.shape[1:] != residual.shape:
         raise ValueError(f"{leaf_sums.shape=} must be [L, M, I] of {residual.shape=}")
+    if isinstance(w, W8A8Matrix) and leaf_sums is not None:
+        total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps, backend=backend)
+        if is_gated:
+            return linear_swiglu(x, w, backend=backend), total, x
+        return linear(x, w, bias, out_dtype=out_dtype, backend=backend), total, x
     return KERNELS[backend].combine_norm_linear(
-        leaf_sums, residual, gain, w, eps=eps, out_dtype=out_dtype
+        leaf_sums, residual, gain, w, bias, eps=eps, out_dtype=out_dtype, is_gated=is_gated
     )
 
 

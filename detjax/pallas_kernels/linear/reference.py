@@ -99,14 +99,15 @@ def add_partials(a, b) -> jax.Array:
 
 
 def combine_norm_linear(
-    leaf_sums, residual, gain, w, *, eps: float, out_dtype: jnp.dtype
+    leaf_sums, residual, gain, w, bias, *, eps: float, out_dtype: jnp.dtype, is_gated: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.combine_norm_linear`: the two operations, one after the other."""
     if leaf_sums is None:
-        x = rms_norm(residual, gain, eps=eps)
-        return linear(x, w, None, out_dtype=out_dtype), residual, x
-    total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
-    return linear(x, w, None, out_dtype=out_dtype), total, x
+        total, x = residual, rms_norm(residual, gain, eps=eps)
+    else:
+        total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
+    out = linear_swiglu(x, w) if is_gated else linear(x, w, bias, out_dtype=out_dtype)
+    return out, total, x
 
 
 def linear_add(x, w, residual, bias, *, reduction: Reduction) -> jax.Array:

@@ -48,6 +48,14 @@ MAX_ADDED_TO_TREES = 64
 MAX_ADDED_ROWS = 4
 """Up to here a product finishes the sum that its input is, and normalises it; 8 is most."""
 
+MAX_ROWS_BY_CODES, MAX_WIDTH_BY_CODES, MAX_SUBTREES_BY_CODES = 2, 5120, 4
+"""The like of a product of codes: rows, their width, and subtrees. 0 rows turn it off.
+
+Beyond these, registers spill beside the codes, or `ptxas` puts one wgmma after the other. A layer
+of the 8B shape in int4 without its attention takes 70.6 us at 4 rows then, and 50.0 with a launch
+that adds (one H200, 2026-11).
+"""
+
 
 def readable(x, w, *, leaf_len: int):
     """Weights as a product reads them: codes if it has few rows, else their expansion.
@@ -249,7 +257,7 @@ def adds_input(num_rows: int, width: int) -> bool:
 
 
 def sum_norm_linear(
-    residual, w, bias, norm: InputNorm, *, out_dtype, interpret=None
+    residual, w, bias, norm: InputNorm, *, out_dtype, is_gated: bool = False, interpret=None
 ) -> tuple[jax.Array, ...]:
     """Add terms to a few rows of the residual stream, normalise and multiply, in one launch.
 
@@ -259,6 +267,7 @@ def sum_norm_linear(
         bias: Of the product, or None.
         norm: The terms, and the norm of the sum.
         out_dtype: Of the product.
+        is_gated: Whether `w` is gates and ups, and their product gated.
         interpret: How to interpret it, if so.
 
     Returns:
@@ -268,7 +277,9 @@ def sum_norm_linear(
         The sum is that of `norm.read_row`, in every CTA; then as `norm_linear`.
     """
     w = readable(residual, w, leaf_len=residual.shape[1])
-    return _multiply_one_leaf(residual, w, bias, norm, out_dtype=out_dtype, interpret=interpret)
+    return _multiply_one_leaf(
+        residual, w, bias, norm, out_dtype=out_dtype, is_gated=is_gated, interpret=interpret
+    )
 
 
 def _read_leaves(residual_gmem, terms_gmem, row, columns, math):
@@ -284,33 +295,49 @@ def defers_sum(x, w, *, reduction: Reduction) -> bool:
     return groups > 1 and adds_input(x.shape[0], w.shape[0])
 
 
+def _adds_subtrees(leaf_sums, residual, w) -> bool:
+    """Whether a product adds the rest of a tree to its rows."""
+    if residual.dtype == jnp.float32 or not adds_input(*residual.shape):
+        return False
+    if not isinstance(w, QuantizedMatrix):
+        return True
+    num_rows, width = residual.shape
+    # WHY: zero points take registers; gates of one row of 5120 channels spilled 12 bytes.
+    most_width = MAX_WIDTH_BY_CODES if w.zeros is None else 4096
+    is_small = num_rows <= MAX_ROWS_BY_CODES and width <= most_width
+    return is_small and len(leaf_sums) <= MAX_SUBTREES_BY_CODES
+
+
 def combine_norm_linear(
-    leaf_sums, residual, gain, w, *, eps: float, out_dtype, interpret=None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.combine_norm_linear`: one launch for rows that it `adds_input` of.
+    leaf_sums, residual, gain, w, bias=None, *,
+    eps: float, out_dtype, is_gated: bool = False, interpret=None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """See `api.combine_norm_linear`: one launch for rows whose subtrees a product adds.
 
     Without sums to add, for rows that it `normalises_input` of.
 
     Numerics:
         # ORDER, # ROUND: those of `combine_add_rms_norm` or `rms_norm`, by the same instructions in
-        every CTA; then those of `linear`.
+        every CTA; then those of `linear` or `linear_swiglu`.
         Claims: run-invariant, batch-invariant, path-consistent. Bits depend on (K, dtypes, build).
     """
+    options: dict = {"out_dtype": out_dtype, "is_gated": is_gated, "interpret": interpret}
     if leaf_sums is None:
         is_narrow = residual.dtype == w.dtype == jnp.bfloat16
-        if not (is_narrow and normalises_input(*residual.shape)):
-            x = rms_norm(residual, gain, eps=eps)
-            return linear(x, w, None, out_dtype=out_dtype), residual, x
-        norm = InputNorm(gain=gain, eps=eps, keeps_rows=True)
-        out, x = sum_norm_linear(residual, w, None, norm, out_dtype=out_dtype, interpret=interpret)
-        return out, residual, x
-    if not adds_input(*residual.shape):
+        if is_narrow and normalises_input(*residual.shape):
+            norm = InputNorm(gain=gain, eps=eps, keeps_rows=True)
+            out, x = sum_norm_linear(residual, w, bias, norm, **options)
+            return out, residual, x
+        total, x = residual, rms_norm(residual, gain, eps=eps)
+    elif _adds_subtrees(leaf_sums, residual, w):
+        norm = InputNorm(
+            gain=gain, terms=(leaf_sums,), eps=eps, read_row=_read_leaves, keeps_rows=True
+        )
+        out, total, x = sum_norm_linear(residual, w, bias, norm, **options)
+        return out, total, x
+    else:
         total, x = combine_add_rms_norm(leaf_sums, residual, None, gain, eps=eps)
-        return linear(x, w, None, out_dtype=out_dtype), total, x
-    norm = InputNorm(gain=gain, terms=(leaf_sums,), eps=eps, read_row=_read_leaves, keeps_rows=True)
-    out, total, x = sum_norm_linear(
-        residual, w, None, norm, out_dtype=out_dtype, interpret=interpret
-    )
+    out = linear_swiglu(x, w) if is_gated else linear(x, w, bias, out_dtype=out_dtype)
     return out, total, x
 
 

@@ -41,6 +41,9 @@ Decode steps of the 8B shape in int8, one H200: 1 and 4 rows 2.44 and 2.69 ms, 2
 stages.
 """
 
+CODED_EARLY_BYTES = 65_536
+"""The same of codes whose product adds up its rows, in bytes: two stages of bfloat16."""
+
 COPIED_ROWS = 5
 """From here TMA brings such rows, asked for before any weights.
 
@@ -468,6 +471,8 @@ def choose_tiles(product: Product) -> MatmulTiles:
     if isinstance(tiles, TallTiles) or not tiles.held or tiles.held.copies_rows:
         return tiles
     early = QUANTIZED_EARLY_STAGES if p.rows is Rows.QUANTIZED else EARLY_STAGES
+    if p.coding and p.rows is Rows.SUMMED:
+        early = CODED_EARLY_BYTES // tiles.stage_bytes()
     early = min(early, tiles.stages - 1)
     return dataclasses.replace(tiles, held=dataclasses.replace(tiles.held, early_stages=early))
 
