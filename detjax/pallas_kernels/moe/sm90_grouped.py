@@ -36,6 +36,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
     leaf_sum,
     load_from_any,
     load_vector,
+    put_column,
     put_transposed,
     scaled,
     tiled,
@@ -43,7 +44,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
 )
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
-from detjax.pallas_kernels.moe.sm90_route import route_rows
+from detjax.pallas_kernels.moe.sm90_route import find_expert, route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
     COUNT,
     EXPERT,
@@ -62,6 +63,10 @@ from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
+
+
+SHARED_PARTS = 4
+"""CTAs that a tile of a shared expert is spread over: they load while others route, or read ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +152,7 @@ class _Memory(NamedTuple):
     x_scales: Any  # [stages, slabs, scale_rows] f32, of blocks; held: [K / 128, 8], or [8] of rows
     peaks: Any  # [rows, 1, 4] f32, of rows that are held with one scale each
     w: Any  # [stages, cta_weights, k] bf16 or of 8 bits
-    out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]
+    out: Any  # [num_wgs, cols, wg_out] bf16 if swapped, else [num_wgs, 2, 64, SPAN]; not of one row
     zeros: Any  # [256] bf16
     work: Any  # `GroupedWork`: the list of tiles
     experts: Any  # [k] int32, of one row
@@ -168,7 +173,8 @@ class _Plan:
         num_out: N.
         k_len: K.
         few: How the kernel makes the list of its tiles; None if it is given one.
-        is_one_row: Whether rank r of one row is tile r, and a list is the experts of the ranks.
+        num_ranks: Experts that one row chose, if there is one row: rank r is tile r, and a list is
+            the experts of the ranks. A slot more is that of the shared expert. Else 0.
         by_slot: Whether the output's rows lie in order of slot.
         writes_zeros: Whether slots of experts that are not here get zeros.
         block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
@@ -182,7 +188,7 @@ class _Plan:
     num_out: int
     k_len: int
     few: Few | None
-    is_one_row: bool
+    num_ranks: int
     by_slot: bool
     writes_zeros: bool
     block_rows: int
@@ -198,6 +204,21 @@ class _Plan:
     def is_w8a8(self) -> bool:
         """Whether operands have 8 bits, and their sums are scaled."""
         return self.operand_dtype.itemsize == 1
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether there is one row, so no list."""
+        return self.num_ranks > 0
+
+    @property
+    def routes_row(self) -> bool:
+        """Whether the warpgroup that loads chooses the experts of one row."""
+        return self.is_one_row and self.few is not None
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether one row has a slot of the shared expert."""
+        return self.is_one_row and self.num_slots > self.num_ranks
 
     @property
     def makes_list(self) -> bool:
@@ -241,10 +262,43 @@ class _Plan:
         return work_shapes(self.num_slots, self.num_local, self.tiles.tile_rows)
 
     @property
+    def shared_tiles(self) -> int:
+        """Parts of tiles of the shared expert, which come first: no CTA waits for its choice."""
+        return SHARED_PARTS * self.col_tiles if self.has_shared else 0
+
+    @property
+    def part(self) -> int:
+        """Outputs of such a part."""
+        return self.tiles.out_cols // SHARED_PARTS
+
+    @property
+    def turns(self) -> int:
+        """The most tiles of one row that a CTA takes."""
+        return pl.cdiv(self.num_items, NUM_SMS)
+
+    @property
+    def num_items(self) -> int:
+        """Tiles, at most."""
+        if self.is_one_row:
+            return self.num_ranks * self.col_tiles + self.shared_tiles
+        return self.work_shapes.tiles.shape[1] * self.col_tiles
+
+    @property
     def num_ctas(self) -> int:
-        """CTAs of the persistent grid."""
-        most = self.num_slots if self.is_one_row else self.work_shapes.tiles.shape[1]
-        return min(NUM_SMS, most * self.col_tiles)
+        """CTAs of the persistent grid: all take as many tiles of one row, but for a few of them."""
+        if self.is_one_row:
+            return pl.cdiv(self.num_items, self.turns)
+        return min(NUM_SMS, self.num_items)
+
+    @property
+    def holds_turns(self) -> bool:
+        """Whether a CTA holds, of the rows of ranks, those of its turns; else all rows."""
+        return self.is_one_row and self.few is None and self.turns < self.num_rows
+
+    @property
+    def num_held(self) -> int:
+        """Rows that a CTA holds, where it holds any."""
+        return self.turns if self.holds_turns else self.num_rows
 
     @property
     def has_register_shares(self) -> bool:
@@ -292,8 +346,8 @@ class _Plan:
             raise ValueError(f"{t.operands=} do not go with {dtype=}")
         if t.held not in (0, self.k_len):
             raise ValueError(f"{t.held=} must be K={self.k_len}, or 0")
-        if t.held and (self.num_rows > 8 or not (self.few or self.is_one_row)):
-            raise ValueError(f"all rows of a launch are held, 8 at most, not {self.num_rows}")
+        if t.held and (self.num_held > 8 or not (self.few or self.is_one_row)):
+            raise ValueError(f"all rows of a CTA are held, 8 at most, not {self.num_held}")
         if self.block_rows % SPAN:
             raise ValueError(f"{self.block_rows=} must be a multiple of {SPAN}")
         if self.k_len % t.k:
@@ -302,6 +356,8 @@ class _Plan:
             raise ValueError(f"{t.out_cols=} must divide N={self.num_out}")
         if self.is_one_row and self.few is not None and self.num_rows != 1:
             raise ValueError(f"{self.num_rows=} must be one row")
+        if self.is_one_row and t.num_wgs > 1:
+            raise ValueError(f"one warpgroup multiplies one row, not {t.num_wgs=}")
         if self.places_rows and not t.is_swapped:
             raise ValueError("rows are placed one by one only by swapped tiles")
 
@@ -348,28 +404,39 @@ class _Cta:
     def num_turns(self):
         """Tiles that this CTA takes."""
         plan = self.plan
-        num_tiles = jnp.int32(plan.num_slots) if plan.is_one_row else self.work.num_tiles[0]
-        items = num_tiles * plan.col_tiles
+        items = jnp.int32(plan.num_items)
+        if not plan.is_one_row:
+            items = self.work.num_tiles[0] * plan.col_tiles
         return lax.div(items - self.cta + (plan.num_ctas - 1), jnp.int32(plan.num_ctas))
 
     def locate(self, turn):
-        """The entry of the list, and the first output of the tile."""
-        item, col_tiles = (
-            turn * self.plan.num_ctas + self.cta,
-            jnp.int32(self.plan.col_tiles),
-        )
-        entry = lax.div(item, col_tiles)
-        return entry, lax.rem(item, col_tiles) * self.plan.tiles.out_cols
+        """The entry of the list, and the first output of the tile; see `part_of` as well."""
+        plan = self.plan
+        item, col_tiles = turn * plan.num_ctas + self.cta, jnp.int32(plan.col_tiles)
+        own = item - plan.shared_tiles
+        entry, tile = lax.div(own, col_tiles), lax.rem(own, col_tiles)
+        if plan.has_shared:
+            entry = jnp.where(own < 0, plan.num_ranks, entry)
+            tile = jnp.where(own < 0, lax.div(item, SHARED_PARTS), tile)
+        return entry, tile * plan.tiles.out_cols
+
+    def part_of(self, turn) -> tuple:
+        """The outputs of its tile that a turn has: the first, and how many."""
+        plan, item = self.plan, turn * self.plan.num_ctas + self.cta
+        if not plan.has_shared:
+            return jnp.int32(0), jnp.int32(plan.wg_out)
+        is_shared = item < plan.shared_tiles
+        first = jnp.where(is_shared, lax.rem(item, SHARED_PARTS) * plan.part, 0)
+        return first, jnp.where(is_shared, plan.part, plan.wg_out)
 
     def expert_of(self, entry):
         """The expert of a tile; of the shared one the number of those here."""
         if not self.plan.is_one_row:
             return self.work.tiles[EXPERT, entry]
-        if self.operands.shared is None:
+        if not self.plan.has_shared:
             return self.experts[entry]
-        num_own = self.experts.shape[0]
-        own = self.experts[jnp.minimum(entry, num_own - 1)]
-        return jnp.where(entry < num_own, own, self.plan.num_local)
+        own = self.experts[jnp.minimum(entry, self.plan.num_ranks - 1)]
+        return jnp.where(entry < self.plan.num_ranks, own, self.plan.num_local)
 
     def rows_of(self, entry):
         """First sorted row of a tile, and how many."""
@@ -397,6 +464,9 @@ class _Cta:
 
         def one_turn(turn, _):
             entry, col = self.locate(turn)
+            if self.plan.is_one_row:
+                self.one_row_tile(turn, col, entry)
+                return ()
             start, count = self.rows_of(entry)
             one_tile(turn * self.plan.steps, start, count, col, entry)
             return ()
@@ -405,11 +475,15 @@ class _Cta:
         plgpu.wait_smem_to_gmem(0)
 
     def quantize(self) -> None:
-        """Put all rows as 8-bit values into shared memory, while the weights stream in."""
+        """Put its rows as 8-bit values into shared memory, while the weights stream in."""
         plan, memory = self.plan, self.memory
+        sources = list(range(plan.num_held))
+        if plan.holds_turns:
+            entries = [self.locate(turn)[0] for turn in sources]
+            sources = [jnp.minimum(entry, plan.num_rows - 1) for entry in entries]
 
         def read(row, columns, math):
-            return math.load(self.operands.x.at[row, columns])
+            return math.load(self.operands.x.at[sources[row], columns])
 
         def store(values, row, start, math):
             sm90_rows.store_in_slabs(memory.x, values, row, start, math)
@@ -420,10 +494,26 @@ class _Cta:
         )  # fmt: skip
         sums = WideSums(squares=None, peaks=memory.peaks, scales=memory.x_scales)
         quantize_wide_rows(
-            source, None, self.operands.coding, list(range(plan.num_rows)), sums,
+            source, None, self.operands.coding, list(range(plan.num_held)), sums,
             eps=0.0, is_interpreted=plan.is_interpreted,
         )  # fmt: skip
         plgpu.commit_smem()
+
+    def one_row_tile(self, turn, col, entry) -> None:
+        """A tile of one row, the first column of its accumulator or that of the row it holds."""
+        plan = self.plan
+        column = jnp.int32(0)
+        if plan.tiles.held and plan.few is None:
+            column = turn if plan.holds_turns else entry
+        row = jnp.int32(0) if plan.few else entry
+        pieces = list(self.product(turn * plan.steps, entry, row, col))
+        pieces = self.with_biases(pieces, entry, lambda: col, 0)
+        out = self.gated(*pieces) if plan.tiles.is_gated else pieces[0]
+        to = self.results.out.at[entry, pl.ds(col, plan.wg_out)]
+        put_column(
+            out.astype(to.dtype), column, to, self.part_of(turn), math=self.math,
+            unit=plan.part if plan.has_shared else plan.wg_out,
+        )  # fmt: skip  # ROUND: once
 
     def flat_tile(self, first, start, count, col, entry) -> None:
         """A tile whose rows are the N operand; `first` is its first step of the ring."""
@@ -590,7 +680,7 @@ class _Cta:
         return ChunkScales(
             of_weights=of_weights, of_rows=of_rows, axis=axis, pieces=plan.pieces,
             piece_shape=(SPAN, t.cols) if t.is_swapped else (t.wg_rows, SPAN), math=self.math,
-            is_late=plan.is_one_row and plan.few is not None,
+            is_late=plan.routes_row,
         )  # fmt: skip
 
     def slots_of(self, start) -> list:
@@ -598,8 +688,6 @@ class _Cta:
         plan = self.plan
         if not plan.places_rows:
             return []
-        if plan.is_one_row:
-            return [start]
         places = [jnp.minimum(start + i, plan.num_slots - 1) for i in range(plan.tiles.cols)]
         if plan.makes_list:
             return [self.work.order[place] for place in places]
@@ -638,9 +726,7 @@ class _Cta:
             _store_rows(out_tma, (self.wg,), self.results.out, start, count, t.cols, cols)
             return
         for i, slot in enumerate(slots):
-            if plan.is_one_row:
-                source, row = slot if t.held and plan.few is None else 0, slot
-            elif plan.few is None:
+            if plan.few is None:
                 source, row = i, slot
             else:
                 source, row = lax.div(slot, jnp.int32(plan.few.top_k)), start + i
@@ -687,52 +773,81 @@ class _Cta:
             plan.registers.give()
         if plan.makes_list:
             self.make_list()
-        elif plan.few is not None:
-            self.route_into(self.memory.experts)
-            plgpu.commit_smem()
-
-        def one_tile(turn, _):
-            entry, col = self.locate(turn)
-            expert = self.expert_of(entry)
-            row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
-
-            first = turn * plan.steps
-
-            def step(i, _):
-                self.load_step(first, i, expert, row, col)
-                return ()
-
-            lax.fori_loop(0, plan.steps, step, ())
-            return ()
 
         turns = self.num_turns()
-        lax.fori_loop(0, turns, one_tile, ())
+
+        def one_turn(turn, _):
+            self.load_turn(turn, self.expert_of)
+            return ()
+
+        if plan.routes_row:
+            self.load_turn(jnp.int32(0), self.find_expert)
+            pl.when((self.cta == 0) | (turns > 1))(self.route_row)
+        lax.fori_loop(int(plan.routes_row), turns, one_turn, ())
         if plan.writes_zeros:
             self.write_zeros()
         if plan.makes_list:
             pl.when(self.cta == 0)(self.write_list)
         self.ring.drain(turns * plan.steps)
 
-    def load_step(self, first, i, expert, row, col) -> None:
+    def load_turn(self, turn, expert_of) -> None:
+        """Copy a tile; `expert_of` finds the expert of an entry, and is not asked for the shared.
+
+        # WHY: what it waits for, the shared expert need not.
+        """
+        plan = self.plan
+        entry, col = self.locate(turn)
+        row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
+
+        def own():
+            self.load_tile(turn, self.operands.w.at[expert_of(entry)], row, col)
+
+        if not plan.has_shared:
+            own()
+            return
+        pl.when(entry < plan.num_ranks)(own)
+
+        @pl.when(entry == plan.num_ranks)
+        def _():
+            self.load_tile(turn, self.operands.shared, row, col, is_part=True)
+
+    def find_expert(self, rank):
+        """The expert of a rank, before all ranks are known; for the other warpgroup as well."""
+        return find_expert(
+            self.operands.logits, rank, self.memory.experts, num_experts=self.plan.num_local,
+            is_interpreted=self.plan.is_interpreted,
+        )  # fmt: skip
+
+    def route_row(self) -> None:
+        """Choose the experts of all ranks, for tiles to come and for launches to come."""
+        self.route_into(self.memory.experts)
+        plgpu.commit_smem()
+
+    def load_tile(self, turn, w, row, col, *, is_part: bool = False) -> None:
+        """Copy the steps of a tile: weights of an expert and rows from `row` on."""
+        plan = self.plan
+        pieces = plan.weight_pieces
+        if is_part:
+            at, _ = self.part_of(turn)
+            pieces = [(piece + at, plan.part, offset + at) for piece, _, offset in pieces]
+
+        def step(i, _):
+            self.load_step(turn * plan.steps, i, w, pieces, row, col)
+            return ()
+
+        lax.fori_loop(0, plan.steps, step, ())
+
+    def load_step(self, first, i, w, pieces, row, col) -> None:
         """Copy step `i` of a tile, whose first step is the ring's step `first`."""
         plan, k_step = self.plan, self.plan.tiles.k
         slot = self.ring.claim(first + i)
         full = self.memory.full.at[slot]
-
-        def load_weights(w) -> None:
-            for piece, size, offset in plan.weight_pieces:
-                plgpu.copy_gmem_to_smem(
-                    w.at[pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
-                    self.memory.w.at[slot, pl.ds(piece, size)],
-                    full,
-                )
-
-        if self.operands.shared is not None:
-            is_shared = expert == plan.num_local
-            pl.when(is_shared)(lambda: load_weights(self.operands.shared))
-            pl.when(~is_shared)(lambda: load_weights(self.operands.w.at[expert]))
-        else:
-            load_weights(self.operands.w.at[expert])
+        for piece, size, offset in pieces:
+            plgpu.copy_gmem_to_smem(
+                w.at[pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
+                self.memory.w.at[slot, pl.ds(piece, size)],
+                full,
+            )
         for s in range(0 if plan.tiles.held else plan.slabs):
             plgpu.copy_gmem_to_smem(
                 self.operands.x.at[
@@ -824,10 +939,10 @@ def _memory_types(plan: _Plan) -> _Memory:
     t = plan.tiles
     dtype = plan.operand_dtype
     out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
+    out = None if plan.is_one_row else _rows_block(out_shape, plan.is_interpreted)
     x_shape = (t.stages, plan.slabs, t.tile_rows, t.span)
     work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
     copies = len(plan.weight_pieces) + (0 if t.held else plan.slabs + bool(plan.block_rows))
-    is_routed_row = plan.is_one_row and plan.few is not None
     if t.held:
         x = held_block(plan.steps, plan.slabs, dtype, as_one_box=False)
         scales = (plan.k_len // FLOAT8_CHUNK, 8) if plan.block_rows else (8,)
@@ -838,12 +953,12 @@ def _memory_types(plan: _Plan) -> _Memory:
     return _Memory(
         x=x,
         x_scales=plgpu.SMEM(scales, jnp.float32) if scales else None,
-        peaks=plgpu.SMEM((plan.num_rows, 1, 4), jnp.float32) if has_peaks else None,
+        peaks=plgpu.SMEM((plan.num_held, 1, 4), jnp.float32) if has_peaks else None,
         w=plgpu.SMEM((t.stages, t.cta_weights, t.k), dtype, transforms=tiled(t.span, dtype)),
-        out=_rows_block(out_shape, plan.is_interpreted),
+        out=out,
         zeros=plgpu.SMEM((256,), jnp.bfloat16) if plan.writes_zeros else None,
         work=work if plan.makes_list else None,
-        experts=plgpu.SMEM((plan.few.top_k,), jnp.int32) if is_routed_row else None,
+        experts=plgpu.SMEM((plan.num_ranks,), jnp.int32) if plan.routes_row else None,
         few=few_memory(plan.num_local) if plan.makes_list else None,
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
@@ -853,7 +968,7 @@ def _memory_types(plan: _Plan) -> _Memory:
 
 def _grouped(
     operands: _Operands, *, tiles: GroupedTiles, by_slot: bool = False, few: Few | None = None,
-    is_one_row: bool = False, clamp: SwigluClamp | None = None, interpret,
+    num_ranks: int = 0, clamp: SwigluClamp | None = None, interpret,
 ) -> _Results:  # fmt: skip
     """Launch the kernel; what the arguments are says `_Plan`."""
     block_rows = block_rows_of(operands.w)
@@ -875,12 +990,12 @@ def _grouped(
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_local=num_local,
         num_out=num_weights // (2 if tiles.is_gated else 1), k_len=k_len, few=few,
-        is_one_row=is_one_row, by_slot=by_slot,
+        num_ranks=num_ranks, by_slot=by_slot,
         writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
     plan.check(dtype)
-    if operands.shared is not None and not is_one_row:
+    if operands.shared is not None and not num_ranks:
         raise ValueError("only one row meets a shared expert beside its own")
 
     def body(operands: _Operands, results: _Results, memory: _Memory):
@@ -944,6 +1059,13 @@ def grouped_matmul(
     return _grouped(operands, tiles=tiles, by_slot=by_slot, clamp=clamp, interpret=interpret).out
 
 
+def holds_one_row(num_slots: int, num_ranks: int, num_out: int, tiles: GroupedTiles) -> bool:
+    """Whether each CTA of `one_row_matmul` needs 8 rows at most, so may quantise them itself."""
+    tiles_a_slot = num_out // tiles.out_cols
+    items = (num_ranks + SHARED_PARTS * (num_slots - num_ranks)) * tiles_a_slot
+    return min(num_slots, pl.cdiv(items, NUM_SMS)) <= 8
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def one_row_matmul(
     x, w, ids, bias=None, shared=None, *, tiles: GroupedTiles, interpret=None
@@ -960,7 +1082,7 @@ def one_row_matmul(
         interpret: How to interpret it, if so.
     """
     operands = _Operands(x=x, w=w, ids=ids, bias=bias, shared=shared)
-    return _grouped(operands, tiles=tiles, by_slot=True, is_one_row=True, interpret=interpret).out
+    return _grouped(operands, tiles=tiles, num_ranks=len(ids), interpret=interpret).out
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "renormalise", "tiles", "clamp", "interpret"))
@@ -999,7 +1121,7 @@ def routed_matmul_one(
     few = Few(top_k=top_k, routes=True, renormalise=renormalise, has_shared=has_shared)
     operands = _Operands(x=x, w=w, logits=logits, bias=bias, shared=shared)
     made = _grouped(
-        operands, tiles=tiles, few=few, is_one_row=True, clamp=clamp, interpret=interpret
+        operands, tiles=tiles, few=few, num_ranks=top_k, clamp=clamp, interpret=interpret
     )
     return made.out, made.ids, made.weights
 

@@ -26,6 +26,8 @@ MAX_TOP_K = WARP
 _USED = np.iinfo(np.int32).min
 """Below the key of every logit, -inf and NaN too."""
 
+_LAST_ID = np.iinfo(np.int32).max
+
 
 def redux(op: str, value):
     """The same value in all lanes of a warp: of the least or the greatest int32."""
@@ -47,50 +49,81 @@ def key_of(value, is_expert):
     return arith.select(is_expert, _flip(arith.bitcast(i32, value)), mgpu.c(_USED, i32))
 
 
+def _packed(expert, key):
+    """An int64 in the order of choice: the greater key first, then the lower id."""
+    i64 = ir.IntegerType.get_signless(64)
+    low = arith.extui(i64, arith.subi(mgpu.c(_LAST_ID, expert.type), expert))
+    return arith.ori(arith.shli(arith.extsi(i64, key), mgpu.c(32, i64)), low)
+
+
+def _sorted(packed: list) -> list:
+    """Int64 in falling order, by Batcher's odd-even merges: a lane's own."""
+    found, size = list(packed), len(packed)
+    for merged in (1 << i for i in range((size - 1).bit_length())):
+        for distance in (merged >> i for i in range(merged.bit_length())):
+            first = distance % merged
+            for start in range(first, size - distance, 2 * distance):
+                for i in range(start, min(start + distance, size - distance)):
+                    if i // (2 * merged) == (i + distance) // (2 * merged):
+                        a, b = found[i], found[i + distance]
+                        found[i], found[i + distance] = arith.maxsi(a, b), arith.minsi(a, b)
+    return found
+
+
+def _take_first(packed: list) -> tuple:
+    """The first expert of a warp and its key, in all lanes, and a lane's own without it.
+
+    Args:
+        packed: A lane's own, in falling order.
+    """
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    key = arith.trunci(i32, arith.shrsi(packed[0], mgpu.c(32, i64)))
+    low = arith.trunci(i32, packed[0])
+    best = redux("max", key)
+    is_best = arith.cmpi(arith.CmpIPredicate.eq, key, best)
+    first = redux("max", arith.select(is_best, low, mgpu.c(-1, i32)))
+    is_mine = arith.cmpi(arith.CmpIPredicate.eq, low, first)
+    rest = [*packed[1:], mgpu.c(_USED << 32, i64)]
+    rest = [arith.select(is_mine, b, a) for a, b in zip(packed, rest, strict=True)]
+    return arith.subi(mgpu.c(_LAST_ID, i32), first), best, rest
+
+
 def choose(experts: list, keys: list, top_k: int) -> list:
     """The experts of the greatest keys of a warp, equal ones by id, and the values of the keys.
 
-    Every lane gets all of them. Keys of those that are chosen become `_USED`.
+    Every lane gets all of them.
     """
-    i32 = keys[0].type
-    used, chosen = mgpu.c(_USED, i32), []
+    pairs = zip(experts, keys, strict=True)
+    packed, chosen = _sorted([_packed(expert, key) for expert, key in pairs])[:top_k], []
     for _ in range(top_k):
-        best = keys[0]
-        for key in keys[1:]:
-            best = arith.maxsi(best, key)
-        best = redux("max", best)
-        found = mgpu.c(np.iinfo(np.int32).max, i32)
-        for expert, key in zip(experts, keys, strict=True):
-            is_best = arith.cmpi(arith.CmpIPredicate.eq, key, best)
-            found = arith.minsi(found, arith.select(is_best, expert, mgpu.c(2**31 - 1, i32)))
-        found = redux("min", found)
-        for i, expert in enumerate(experts):
-            is_found = arith.cmpi(arith.CmpIPredicate.eq, expert, found)
-            keys[i] = arith.select(is_found, used, keys[i])
+        found, best, packed = _take_first(packed)
         chosen.append((found, arith.bitcast(ir.F32Type.get(), _flip(best))))
     return chosen
 
 
+def _read(logits, row, expert, num_experts: int) -> tuple:
+    """The logit of an expert, and whether there is one; -inf if not."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    is_expert = arith.cmpi(arith.CmpIPredicate.ult, expert, mgpu.c(num_experts, i32))
+    inside = arith.minui(expert, mgpu.c(num_experts - 1, i32))
+    value = memref.load(logits, [row, arith.index_cast(ir.IndexType.get(), inside)])
+    # Adding +0 makes -0 equal to it: a tie.
+    value = rows.instruction("add.rn.f32")(value, mgpu.c(0.0, f32))
+    return arith.select(is_expert, value, mgpu.c(-np.inf, f32)), is_expert
+
+
 def _emit(logits, row, put, *, num_experts: int, top_k: int, renormalise: bool):
     """One row of a warp; every lane knows all ranks, and `put` gets the one of its own."""
-    index, i32, f32 = ir.IndexType.get(), ir.IntegerType.get_signless(32), ir.F32Type.get()
+    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
     add, sub = rows.instruction("add.rn.f32"), rows.instruction("sub.rn.f32")
     each = padded_experts(num_experts) // WARP
     lane = ptx.lane()
     row = arith.index_cast(index, row)
     first = arith.muli(lane, mgpu.c(each, i32))
-    experts, values = [], []
-    for i in range(each):
-        expert = arith.addi(first, mgpu.c(i, i32))
-        is_expert = arith.cmpi(arith.CmpIPredicate.ult, expert, mgpu.c(num_experts, i32))
-        inside = arith.minui(expert, mgpu.c(num_experts - 1, i32))
-        value = memref.load(logits, [row, arith.index_cast(index, inside)])
-        # Adding +0 makes -0 equal to it: a tie.
-        value = add(value, mgpu.c(0.0, f32))
-        experts.append((expert, is_expert))
-        values.append(arith.select(is_expert, value, mgpu.c(-np.inf, f32)))
-    keys = [key_of(value, is_expert) for (_, is_expert), value in zip(experts, values, strict=True)]
-    chosen = choose([expert for expert, _ in experts], keys, top_k)
+    experts = [arith.addi(first, mgpu.c(i, i32)) for i in range(each)]
+    read = [_read(logits, row, expert, num_experts) for expert in experts]
+    values = [value for value, _ in read]
+    chosen = choose(experts, [key_of(*it) for it in read], top_k)
     greatest = chosen[0][1]
     terms = [mlir_math.exp(sub(value, greatest)) for _, value in chosen]
     if renormalise:
@@ -192,6 +225,51 @@ def route_rows(
             _emit(logits, row, put, num_experts=num_experts, **options)
 
     emit(jnp.int32(first_row), is_kept, *references)
+
+
+def find_expert(
+    logits_gmem, rank, ids_smem, *, num_experts: int, is_interpreted: bool
+) -> jax.Array:
+    """One expert of the first row that `route_rows` finds, by a warpgroup whose warps do the same.
+
+    It takes as many rounds as the rank says.
+
+    Args:
+        logits_gmem: As for `route_rows`.
+        rank: Of the expert, an int32 scalar.
+        ids_smem: int32 [k]. Each thread writes the expert at its rank, so a barrier that any of
+            them arrives at makes it seen.
+        num_experts: U.
+        is_interpreted: Whether the kernel is interpreted.
+    """
+    if is_interpreted:
+        top_k = ids_smem.shape[0]
+        ids, _ = _plain(logits_gmem[0][:num_experts], top_k=top_k, renormalise=True)
+        ids_smem[rank] = ids[rank]
+        return ids[rank]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=ptx.SCALAR),
+    )
+    def emit(ctx, logits, ids, rank):
+        i32, index, rank = ptx.int_type(), ir.IndexType.get(), rank.registers.item()
+        row, top_k = mgpu.c(0, index), ir.MemRefType(ids.type).shape[0]
+        # Ids are in the order of choice, so lanes need not have neighbours: a line a load.
+        starts = range(0, num_experts, WARP)
+        experts = [arith.addi(ptx.lane(), mgpu.c(start, i32)) for start in starts]
+        keys = [key_of(*_read(logits, row, expert, num_experts)) for expert in experts]
+        packed = _sorted([_packed(*it) for it in zip(experts, keys, strict=True)])[:top_k]
+
+        @mgpu.utils.fori(arith.addi(rank, mgpu.c(1, i32)), [*packed, experts[0]])
+        def last(_, carry):
+            found, _, rest = _take_first(carry[:-1])
+            return [*rest, found]
+
+        memref.store(last.results[-1], ids, [arith.index_cast(index, rank)])
+        return mgpu.FragmentedArray.splat(last.results[-1], (), is_signed=True)
+
+    return emit(logits_gmem, ids_smem, jnp.int32(rank))
 
 
 def check_supported(num_experts: int, top_k: int) -> None:
