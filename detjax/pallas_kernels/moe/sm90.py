@@ -16,7 +16,7 @@ from detjax.pallas_kernels.linear.sm90 import linear, sum_norm_linear
 from detjax.pallas_kernels.linear.sm90_flat_matmul import InputNorm
 from detjax.pallas_kernels.linear.sm90_quantize_rows import quantize_rows
 from detjax.pallas_kernels.linear.sm90_w8a8 import quantizes_rows, sum_norm_product, w8a8_product
-from detjax.pallas_kernels.linear.tiles import OperandType
+from detjax.pallas_kernels.linear.tiles import MAX_NORM_ROWS, OperandType
 from detjax.pallas_kernels.moe import sm90_tiles
 from detjax.pallas_kernels.moe.expert_weights import (
     ClampedExperts,
@@ -32,10 +32,10 @@ from detjax.pallas_kernels.moe.sm90_combine import (
 from detjax.pallas_kernels.moe.sm90_grouped import (
     grouped_matmul,
     grouped_matmul_few,
-    holds_one_row,
     one_row_matmul,
     routed_matmul_few,
     routed_matmul_one,
+    spread_one_row,
 )
 from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
@@ -337,7 +337,8 @@ def route_mlp(
         of_shared = (None, None) if shared is None else (shared.gate_up, shared.down)
         hidden, ids, weights = routed_matmul_one(*first, of_shared[0], **options)
         down = tiles.down
-        if down.held and not holds_one_row(len(hidden), top_k, w_down.shape[1], down):
+        turns = spread_one_row(top_k, shared is not None, w_down.shape[1], down).turns
+        if down.held and min(turns, len(hidden)) > MAX_NORM_ROWS:
             down = fill_stages(dataclasses.replace(down, held=0))
         rows = _rows_for(hidden, w_down, down, interpret)
         y = one_row_matmul(

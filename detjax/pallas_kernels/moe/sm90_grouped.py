@@ -55,7 +55,7 @@ from detjax.pallas_kernels.moe.sm90_schedule import (
     schedule_few,
     work_shapes,
 )
-from detjax.pallas_kernels.moe.sm90_tiles import SCALE_ALIGNMENT, GroupedTiles
+from detjax.pallas_kernels.moe.sm90_tiles import SCALE_ALIGNMENT, GroupedTiles, OneRow
 from detjax.pallas_kernels.rms_norm.sm90 import WideRows
 from detjax.pallas_kernels.sm90_hardware import NUM_SMS, SPAN
 from detjax.pallas_kernels.sm90_ptx import read_now
@@ -63,10 +63,6 @@ from detjax.pallas_kernels.sm90_registers import RegisterShares
 from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
-
-
-SHARED_PARTS = 4
-"""CTAs that a tile of a shared expert is spread over: they load while others route, or read ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,8 +169,8 @@ class _Plan:
         num_out: N.
         k_len: K.
         few: How the kernel makes the list of its tiles; None if it is given one.
-        num_ranks: Experts that one row chose, if there is one row: rank r is tile r, and a list is
-            the experts of the ranks. A slot more is that of the shared expert. Else 0.
+        one_row: How one row's tiles are spread, where rank r is slot r, and a list is the experts
+            of the ranks. A slot more is that of the shared expert. None for other lists.
         by_slot: Whether the output's rows lie in order of slot.
         writes_zeros: Whether slots of experts that are not here get zeros.
         block_rows: Outputs that share a scale, if blocks of 8-bit weights do; else 0.
@@ -188,7 +184,7 @@ class _Plan:
     num_out: int
     k_len: int
     few: Few | None
-    num_ranks: int
+    one_row: OneRow | None
     by_slot: bool
     writes_zeros: bool
     block_rows: int
@@ -206,24 +202,14 @@ class _Plan:
         return self.operand_dtype.itemsize == 1
 
     @property
-    def is_one_row(self) -> bool:
-        """Whether there is one row, so no list."""
-        return self.num_ranks > 0
-
-    @property
     def routes_row(self) -> bool:
-        """Whether the warpgroup that loads chooses the experts of one row."""
-        return self.is_one_row and self.few is not None
-
-    @property
-    def has_shared(self) -> bool:
-        """Whether one row has a slot of the shared expert."""
-        return self.is_one_row and self.num_slots > self.num_ranks
+        """Whether the experts of one row are chosen here."""
+        return self.one_row is not None and self.few is not None
 
     @property
     def makes_list(self) -> bool:
         """Whether every CTA makes the list of tiles, which it then reads in shared memory."""
-        return self.few is not None and not self.is_one_row
+        return self.few is not None and not self.one_row
 
     @property
     def num_slots(self) -> int:
@@ -262,43 +248,31 @@ class _Plan:
         return work_shapes(self.num_slots, self.num_local, self.tiles.tile_rows)
 
     @property
-    def shared_tiles(self) -> int:
-        """Parts of tiles of the shared expert, which come first: no CTA waits for its choice."""
-        return SHARED_PARTS * self.col_tiles if self.has_shared else 0
-
-    @property
     def part(self) -> int:
-        """Outputs of such a part."""
-        return self.tiles.out_cols // SHARED_PARTS
+        """Outputs of a part of a rank's tile."""
+        return self.tiles.out_cols // self.one_row.own_parts
 
     @property
-    def turns(self) -> int:
-        """The most tiles of one row that a CTA takes."""
-        return pl.cdiv(self.num_items, NUM_SMS)
-
-    @property
-    def num_items(self) -> int:
-        """Tiles, at most."""
-        if self.is_one_row:
-            return self.num_ranks * self.col_tiles + self.shared_tiles
-        return self.work_shapes.tiles.shape[1] * self.col_tiles
+    def shared_part(self) -> int:
+        """Outputs of a part of a tile of the shared expert."""
+        return self.tiles.out_cols // self.one_row.shared_parts
 
     @property
     def num_ctas(self) -> int:
-        """CTAs of the persistent grid: all take as many tiles of one row, but for a few of them."""
-        if self.is_one_row:
-            return pl.cdiv(self.num_items, self.turns)
-        return min(NUM_SMS, self.num_items)
+        """CTAs of the persistent grid."""
+        if self.one_row:
+            return self.one_row.num_ctas
+        return min(NUM_SMS, self.work_shapes.tiles.shape[1] * self.col_tiles)
 
     @property
     def holds_turns(self) -> bool:
         """Whether a CTA holds, of the rows of ranks, those of its turns; else all rows."""
-        return self.is_one_row and self.few is None and self.turns < self.num_rows
+        return self.one_row is not None and self.few is None and self.one_row.turns < self.num_rows
 
     @property
     def num_held(self) -> int:
         """Rows that a CTA holds, where it holds any."""
-        return self.turns if self.holds_turns else self.num_rows
+        return self.one_row.turns if self.holds_turns else self.num_rows
 
     @property
     def has_register_shares(self) -> bool:
@@ -346,7 +320,7 @@ class _Plan:
             raise ValueError(f"{t.operands=} do not go with {dtype=}")
         if t.held not in (0, self.k_len):
             raise ValueError(f"{t.held=} must be K={self.k_len}, or 0")
-        if t.held and (self.num_held > 8 or not (self.few or self.is_one_row)):
+        if t.held and (self.num_held > 8 or not (self.few or self.one_row)):
             raise ValueError(f"all rows of a CTA are held, 8 at most, not {self.num_held}")
         if self.block_rows % SPAN:
             raise ValueError(f"{self.block_rows=} must be a multiple of {SPAN}")
@@ -354,9 +328,9 @@ class _Plan:
             raise ValueError(f"{t.k=} must divide K={self.k_len}")
         if self.num_out % t.out_cols:
             raise ValueError(f"{t.out_cols=} must divide N={self.num_out}")
-        if self.is_one_row and self.few is not None and self.num_rows != 1:
+        if self.routes_row and self.num_rows != 1:
             raise ValueError(f"{self.num_rows=} must be one row")
-        if self.is_one_row and t.num_wgs > 1:
+        if self.one_row and t.num_wgs > 1:
             raise ValueError(f"one warpgroup multiplies one row, not {t.num_wgs=}")
         if self.places_rows and not t.is_swapped:
             raise ValueError("rows are placed one by one only by swapped tiles")
@@ -404,43 +378,45 @@ class _Cta:
     def num_turns(self):
         """Tiles that this CTA takes."""
         plan = self.plan
-        items = jnp.int32(plan.num_items)
-        if not plan.is_one_row:
+        if plan.one_row:
+            items = jnp.int32(plan.one_row.num_items)
+        else:
             items = self.work.num_tiles[0] * plan.col_tiles
         return lax.div(items - self.cta + (plan.num_ctas - 1), jnp.int32(plan.num_ctas))
 
     def locate(self, turn):
-        """The entry of the list, and the first output of the tile; see `part_of` as well."""
-        plan = self.plan
-        item, col_tiles = turn * plan.num_ctas + self.cta, jnp.int32(plan.col_tiles)
-        own = item - plan.shared_tiles
-        entry, tile = lax.div(own, col_tiles), lax.rem(own, col_tiles)
-        if plan.has_shared:
-            entry = jnp.where(own < 0, plan.num_ranks, entry)
-            tile = jnp.where(own < 0, lax.div(item, SHARED_PARTS), tile)
-        return entry, tile * plan.tiles.out_cols
+        """The entry of the list, and the first output of the tile."""
+        item, col_tiles = turn * self.plan.num_ctas + self.cta, jnp.int32(self.plan.col_tiles)
+        if self.plan.one_row:
+            is_shared, tile, _ = self.part_of(turn)
+            entry = jnp.where(is_shared, self.plan.one_row.num_ranks, lax.div(tile, col_tiles))
+        else:
+            tile, entry = item, lax.div(item, col_tiles)
+        return entry, lax.rem(tile, col_tiles) * self.plan.tiles.out_cols
 
     def part_of(self, turn) -> tuple:
-        """The outputs of its tile that a turn has: the first, and how many."""
-        plan, item = self.plan, turn * self.plan.num_ctas + self.cta
-        if not plan.has_shared:
-            return jnp.int32(0), jnp.int32(plan.wg_out)
-        is_shared = item < plan.shared_tiles
-        first = jnp.where(is_shared, lax.rem(item, SHARED_PARTS) * plan.part, 0)
-        return first, jnp.where(is_shared, plan.part, plan.wg_out)
+        """Of one row: whether a turn is the shared expert's, its tile, and which part of it."""
+        one, item = self.plan.one_row, turn * self.plan.num_ctas + self.cta
+        is_shared, own = item < one.shared_items, item - one.shared_items
+        shared = [f(item, jnp.int32(one.shared_parts)) for f in (lax.div, lax.rem)]
+        found = [f(own, jnp.int32(one.own_parts)) for f in (lax.div, lax.rem)]
+        if one.has_shared:
+            found = [jnp.where(is_shared, a, b) for a, b in zip(shared, found, strict=True)]
+        return is_shared, *found
 
     def expert_of(self, entry):
         """The expert of a tile; of the shared one the number of those here."""
-        if not self.plan.is_one_row:
+        one = self.plan.one_row
+        if one is None:
             return self.work.tiles[EXPERT, entry]
-        if not self.plan.has_shared:
+        if not one.has_shared:
             return self.experts[entry]
-        own = self.experts[jnp.minimum(entry, self.plan.num_ranks - 1)]
-        return jnp.where(entry < self.plan.num_ranks, own, self.plan.num_local)
+        own = self.experts[jnp.minimum(entry, one.num_ranks - 1)]
+        return jnp.where(entry < one.num_ranks, own, self.plan.num_local)
 
     def rows_of(self, entry):
         """First sorted row of a tile, and how many."""
-        if self.plan.is_one_row:
+        if self.plan.one_row:
             return entry, jnp.int32(1)
         return self.work.tiles[START, entry], self.work.tiles[COUNT, entry]
 
@@ -458,13 +434,16 @@ class _Cta:
             self.plan.registers.take()
         if self.plan.tiles.held:
             self.quantize()
+        if self.plan.routes_row:
+            # WHY, here: this warpgroup has nothing to multiply yet, and the other one loads.
+            pl.when(self.cta == self.plan.num_ctas - 1)(self.route_into)
         if self.plan.makes_list:
             plgpu.barrier_wait(self.memory.listed)
         one_tile = self.flat_tile if self.plan.tiles.is_swapped else self.tall_tile
 
         def one_turn(turn, _):
             entry, col = self.locate(turn)
-            if self.plan.is_one_row:
+            if self.plan.one_row:
                 self.one_row_tile(turn, col, entry)
                 return ()
             start, count = self.rows_of(entry)
@@ -509,10 +488,12 @@ class _Cta:
         pieces = list(self.product(turn * plan.steps, entry, row, col))
         pieces = self.with_biases(pieces, entry, lambda: col, 0)
         out = self.gated(*pieces) if plan.tiles.is_gated else pieces[0]
+        is_shared, _, part = self.part_of(turn)
+        count = jnp.where(is_shared, plan.shared_part, plan.part)
         to = self.results.out.at[entry, pl.ds(col, plan.wg_out)]
         put_column(
-            out.astype(to.dtype), column, to, self.part_of(turn), math=self.math,
-            unit=plan.part if plan.has_shared else plan.wg_out,
+            out.astype(to.dtype), column, to, (part * count, count), math=self.math,
+            unit=min(plan.part, plan.shared_part),
         )  # fmt: skip  # ROUND: once
 
     def flat_tile(self, first, start, count, col, entry) -> None:
@@ -777,39 +758,37 @@ class _Cta:
         turns = self.num_turns()
 
         def one_turn(turn, _):
-            self.load_turn(turn, self.expert_of)
+            self.load_turn(turn)
             return ()
 
-        if plan.routes_row:
-            self.load_turn(jnp.int32(0), self.find_expert)
-            pl.when((self.cta == 0) | (turns > 1))(self.route_row)
-        lax.fori_loop(int(plan.routes_row), turns, one_turn, ())
+        lax.fori_loop(0, turns, one_turn, ())
         if plan.writes_zeros:
             self.write_zeros()
         if plan.makes_list:
             pl.when(self.cta == 0)(self.write_list)
         self.ring.drain(turns * plan.steps)
 
-    def load_turn(self, turn, expert_of) -> None:
-        """Copy a tile; `expert_of` finds the expert of an entry, and is not asked for the shared.
+    def load_turn(self, turn) -> None:
+        """Copy a tile, or a part of it.
 
-        # WHY: what it waits for, the shared expert need not.
+        # WHY: the shared expert's waits for no choice.
         """
-        plan = self.plan
+        plan, one = self.plan, self.plan.one_row
         entry, col = self.locate(turn)
         row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
 
         def own():
-            self.load_tile(turn, self.operands.w.at[expert_of(entry)], row, col)
+            expert = self.find_expert(entry) if plan.routes_row else self.expert_of(entry)
+            self.load_tile(turn, self.operands.w.at[expert], row, col, plan.part if one else 0)
 
-        if not plan.has_shared:
+        if not (one and one.has_shared):
             own()
             return
-        pl.when(entry < plan.num_ranks)(own)
+        pl.when(entry < one.num_ranks)(own)
 
-        @pl.when(entry == plan.num_ranks)
+        @pl.when(entry == one.num_ranks)
         def _():
-            self.load_tile(turn, self.operands.shared, row, col, is_part=True)
+            self.load_tile(turn, self.operands.shared, row, col, plan.shared_part)
 
     def find_expert(self, rank):
         """The expert of a rank, before all ranks are known; for the other warpgroup as well."""
@@ -818,18 +797,21 @@ class _Cta:
             is_interpreted=self.plan.is_interpreted,
         )  # fmt: skip
 
-    def route_row(self) -> None:
-        """Choose the experts of all ranks, for tiles to come and for launches to come."""
-        self.route_into(self.memory.experts)
-        plgpu.commit_smem()
+    def load_tile(self, turn, w, row, col, part: int) -> None:
+        """Copy the steps of a tile: weights of an expert, and rows from `row` on.
 
-    def load_tile(self, turn, w, row, col, *, is_part: bool = False) -> None:
-        """Copy the steps of a tile: weights of an expert and rows from `row` on."""
+        Args:
+            turn: The tile's.
+            w: Weights.
+            row: See above.
+            col: The tile's first output.
+            part: Outputs of a part of it, if it has parts.
+        """
         plan = self.plan
         pieces = plan.weight_pieces
-        if is_part:
-            at, _ = self.part_of(turn)
-            pieces = [(piece + at, plan.part, offset + at) for piece, _, offset in pieces]
+        if part and part < plan.wg_out:
+            at = self.part_of(turn)[2] * part
+            pieces = [(piece + at, part, offset + at) for piece, _, offset in pieces]
 
         def step(i, _):
             self.load_step(turn * plan.steps, i, w, pieces, row, col)
@@ -890,13 +872,13 @@ class _Cta:
         plgpu.commit_smem()
         self.route_into(ids_smem)
 
-    def route_into(self, ids_smem) -> None:
+    def route_into(self, ids_smem=None) -> None:
         """Choose the experts of all rows; the first CTA keeps them and their weights."""
         plan, few = self.plan, self.plan.few
         assert few is not None
         route_rows(
             self.operands.logits, 0, (self.results.ids, self.results.weights), ids_smem,
-            num_rows=plan.num_rows, is_kept=self.cta == 0, num_experts=plan.num_local,
+            num_rows=plan.num_rows, is_kept=None if plan.routes_row else self.cta == 0, num_experts=plan.num_local,
             top_k=few.top_k, renormalise=few.renormalise, is_interpreted=plan.is_interpreted,
         )  # fmt: skip
 
@@ -939,7 +921,7 @@ def _memory_types(plan: _Plan) -> _Memory:
     t = plan.tiles
     dtype = plan.operand_dtype
     out_shape = (t.num_wgs, t.cols, plan.wg_out) if t.is_swapped else (t.num_wgs, 2, 64, SPAN)
-    out = None if plan.is_one_row else _rows_block(out_shape, plan.is_interpreted)
+    out = None if plan.one_row else _rows_block(out_shape, plan.is_interpreted)
     x_shape = (t.stages, plan.slabs, t.tile_rows, t.span)
     work = jax.tree.map(lambda s: plgpu.SMEM(s.shape, s.dtype), plan.work_shapes)
     copies = len(plan.weight_pieces) + (0 if t.held else plan.slabs + bool(plan.block_rows))
@@ -958,7 +940,7 @@ def _memory_types(plan: _Plan) -> _Memory:
         out=out,
         zeros=plgpu.SMEM((256,), jnp.bfloat16) if plan.writes_zeros else None,
         work=work if plan.makes_list else None,
-        experts=plgpu.SMEM((plan.num_ranks,), jnp.int32) if plan.routes_row else None,
+        experts=plgpu.SMEM((plan.one_row.num_ranks,), jnp.int32) if plan.routes_row else None,
         few=few_memory(plan.num_local) if plan.makes_list else None,
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.num_wgs, num_barriers=t.stages),
@@ -987,10 +969,12 @@ def _grouped(
     )  # fmt: skip
     num_rows, k_len = operands.x.shape
     num_local, num_weights, _ = operands.w.shape
+    num_out, one_row = num_weights // (2 if tiles.is_gated else 1), None
+    if num_ranks:
+        one_row = spread_one_row(num_ranks, operands.shared is not None, num_out, tiles)
     plan = _Plan(
         tiles=tiles, num_rows=num_rows, num_local=num_local,
-        num_out=num_weights // (2 if tiles.is_gated else 1), k_len=k_len, few=few,
-        num_ranks=num_ranks, by_slot=by_slot,
+        num_out=num_out, k_len=k_len, few=few, one_row=one_row, by_slot=by_slot,
         writes_zeros=by_slot and operands.first_expert is not None, block_rows=block_rows,
         is_interpreted=interpret is not None, clamp=clamp,
     )  # fmt: skip
@@ -1059,11 +1043,14 @@ def grouped_matmul(
     return _grouped(operands, tiles=tiles, by_slot=by_slot, clamp=clamp, interpret=interpret).out
 
 
-def holds_one_row(num_slots: int, num_ranks: int, num_out: int, tiles: GroupedTiles) -> bool:
-    """Whether each CTA of `one_row_matmul` needs 8 rows at most, so may quantise them itself."""
-    tiles_a_slot = num_out // tiles.out_cols
-    items = (num_ranks + SHARED_PARTS * (num_slots - num_ranks)) * tiles_a_slot
-    return min(num_slots, pl.cdiv(items, NUM_SMS)) <= 8
+def spread_one_row(
+    num_ranks: int, has_shared: bool, num_out: int, tiles: GroupedTiles
+) -> OneRow:
+    """How `one_row_matmul` and `routed_matmul_one` spread their tiles over CTAs."""
+    return OneRow(
+        num_ranks=num_ranks, has_shared=has_shared, col_tiles=num_out // tiles.out_cols,
+        is_gated=tiles.is_gated, num_sms=NUM_SMS,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))

@@ -134,6 +134,67 @@ class GroupedTiles:
         return 2 * (self.cols * self.out_cols if self.is_swapped else self.num_wgs * 2 * 64 * SPAN)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneRow:
+    """How tiles of one row's experts are spread over CTAs. Free, as `GroupedTiles` are.
+
+    An item is a part of a tile: of its weights a CTA loads some, and stores their outputs alone.
+    Items of the shared expert come first, then those of rank 0, 1, ...
+
+    Attributes:
+        num_ranks: Experts that the row chose.
+        has_shared: Whether it has the shared expert as well.
+        col_tiles: Tiles of an expert.
+        is_gated: See `GroupedTiles`.
+        num_sms: CTAs that run side by side.
+    """
+
+    num_ranks: int
+    has_shared: bool
+    col_tiles: int
+    is_gated: bool
+    num_sms: int
+
+    @property
+    def own_parts(self) -> int:
+        """Parts of a tile: two where one wave of CTAs has them all.
+
+        # WHY: 64 CTAs do not read as fast as the memory gives, 96 do.
+        """
+        is_halved = self.is_gated and 2 * self.num_ranks * self.col_tiles <= self.num_sms
+        return 2 if is_halved else 1
+
+    @property
+    def shared_parts(self) -> int:
+        """Parts of a tile of the shared expert: for as many CTAs as wait for others' ids."""
+        return next((n for n in (8, 4, 2) if n * self.col_tiles <= self.num_sms), 1)
+
+    @property
+    def own_items(self) -> int:
+        """Items of the ranks."""
+        return self.num_ranks * self.col_tiles * self.own_parts
+
+    @property
+    def shared_items(self) -> int:
+        """Items of the shared expert."""
+        return self.col_tiles * self.shared_parts if self.has_shared else 0
+
+    @property
+    def num_items(self) -> int:
+        """All of them."""
+        return self.shared_items + self.own_items
+
+    @property
+    def num_ctas(self) -> int:
+        """As few CTAs as take no more turns for the ranks than all would: none is left over."""
+        return -(-self.own_items // -(-self.own_items // self.num_sms))
+
+    @property
+    def turns(self) -> int:
+        """Most items of a CTA."""
+        return -(-self.num_items // self.num_ctas)
+
+
 def fill_stages(tiles: GroupedTiles, most: int = 12) -> GroupedTiles:
     """As many stages as fit."""
     room = SMEM_BYTES - tiles.staged_bytes - tiles.held_bytes - _OTHER_BYTES
