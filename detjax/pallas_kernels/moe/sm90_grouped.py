@@ -44,7 +44,7 @@ from detjax.pallas_kernels.linear.sm90_sums import (
 )
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.moe import sm90_lanes as lanes
-from detjax.pallas_kernels.moe.sm90_route import find_expert, route_rows
+from detjax.pallas_kernels.moe.sm90_route import find_experts, route_rows
 from detjax.pallas_kernels.moe.sm90_schedule import (
     COUNT,
     EXPERT,
@@ -225,6 +225,11 @@ class _Plan:
     def steps(self) -> int:
         """Steps of the ring in a tile."""
         return self.k_len // self.tiles.k
+
+    @property
+    def early_steps(self) -> int:
+        """Steps of the shared expert for which the ring has room, while experts are chosen."""
+        return min(self.steps, self.tiles.stages)
 
     @property
     def slabs(self) -> int:
@@ -756,6 +761,14 @@ class _Cta:
             self.make_list()
 
         turns = self.num_turns()
+        if plan.routes_row:
+            if plan.one_row.has_shared:
+                self.load_shared(0, 0, plan.early_steps)
+            # Its last item has its last rank.
+            find_experts(
+                self.operands.logits, self.locate(turns - 1)[0], self.memory.experts,
+                num_experts=plan.num_local, is_interpreted=plan.is_interpreted,
+            )  # fmt: skip
 
         def one_turn(turn, _):
             self.load_turn(turn)
@@ -769,39 +782,41 @@ class _Cta:
         self.ring.drain(turns * plan.steps)
 
     def load_turn(self, turn) -> None:
-        """Copy a tile, or a part of it.
-
-        # WHY: the shared expert's waits for no choice.
-        """
+        """Copy a tile, or a part of it, but for steps that are copied already."""
         plan, one = self.plan, self.plan.one_row
         entry, col = self.locate(turn)
-        row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
+        if one and one.has_shared:
+            first = jnp.where(turn == 0, plan.early_steps, 0) if plan.routes_row else 0
+            self.load_shared(turn, first, plan.steps)
 
         def own():
-            expert = self.find_expert(entry) if plan.routes_row else self.expert_of(entry)
-            self.load_tile(turn, self.operands.w.at[expert], row, col, plan.part if one else 0)
+            row = jnp.int32(0) if plan.few else self.rows_of(entry)[0]
+            w = self.operands.w.at[self.expert_of(entry)]
+            self.load_steps(turn, 0, plan.steps, w, row, col, plan.part if one else 0)
 
-        if not (one and one.has_shared):
+        if one and one.has_shared:
+            pl.when(entry < one.num_ranks)(own)
+        else:
             own()
-            return
-        pl.when(entry < one.num_ranks)(own)
 
-        @pl.when(entry == one.num_ranks)
+    def load_shared(self, turn, first, stop: int) -> None:
+        """Copy steps from `first` of a part of a tile of the shared expert, if a turn has one."""
+        plan = self.plan
+        entry, col = self.locate(turn)
+
+        @pl.when(entry == plan.one_row.num_ranks)
         def _():
-            self.load_tile(turn, self.operands.shared, row, col, plan.shared_part)
+            row = jnp.int32(0) if plan.few else entry
+            w = self.operands.shared
+            self.load_steps(turn, first, stop, w, row, col, plan.shared_part)
 
-    def find_expert(self, rank):
-        """The expert of a rank, before all ranks are known; for the other warpgroup as well."""
-        return find_expert(
-            self.operands.logits, rank, self.memory.experts, num_experts=self.plan.num_local,
-            is_interpreted=self.plan.is_interpreted,
-        )  # fmt: skip
-
-    def load_tile(self, turn, w, row, col, part: int) -> None:
-        """Copy the steps of a tile: weights of an expert, and rows from `row` on.
+    def load_steps(self, turn, first, stop: int, w, row, col, part: int) -> None:
+        """Copy steps of a tile: weights of an expert, and rows from `row` on.
 
         Args:
             turn: The tile's.
+            first: Step of it.
+            stop: The first step that is not copied.
             w: Weights.
             row: See above.
             col: The tile's first output.
@@ -817,7 +832,7 @@ class _Cta:
             self.load_step(turn * plan.steps, i, w, pieces, row, col)
             return ()
 
-        lax.fori_loop(0, plan.steps, step, ())
+        lax.fori_loop(first, stop, step, ())
 
     def load_step(self, first, i, w, pieces, row, col) -> None:
         """Copy step `i` of a tile, whose first step is the ring's step `first`."""

@@ -227,49 +227,42 @@ def route_rows(
     emit(jnp.int32(first_row), is_kept, *references)
 
 
-def find_expert(
-    logits_gmem, rank, ids_smem, *, num_experts: int, is_interpreted: bool
-) -> jax.Array:
-    """One expert of the first row that `route_rows` finds, by a warpgroup whose warps do the same.
+def find_experts(logits_gmem, last, ids_smem, *, num_experts: int, is_interpreted: bool) -> None:
+    """The ids of `route_rows` alone, of the first row, by a warpgroup whose warps do the same.
 
-    It takes as many rounds as the rank says.
+    Each thread writes all of them. So it may read them, and a barrier at which any arrives shows
+    them to others.
 
     Args:
         logits_gmem: As for `route_rows`.
-        rank: Of the expert, an int32 scalar.
-        ids_smem: int32 [k]. Each thread writes the expert at its rank, so a barrier that any of
-            them arrives at makes it seen.
+        last: The last rank to find, an int32 scalar.
+        ids_smem: int32 [k].
         num_experts: U.
         is_interpreted: Whether the kernel is interpreted.
     """
     if is_interpreted:
         top_k = ids_smem.shape[0]
         ids, _ = _plain(logits_gmem[0][:num_experts], top_k=top_k, renormalise=True)
-        ids_smem[rank] = ids[rank]
-        return ids[rank]
+        for rank in range(top_k):
+            ids_smem[rank] = ids[rank]
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=ptx.SCALAR),
-    )
-    def emit(ctx, logits, ids, rank):
-        i32, index, rank = ptx.int_type(), ir.IndexType.get(), rank.registers.item()
-        row, top_k = mgpu.c(0, index), ir.MemRefType(ids.type).shape[0]
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR))
+    def emit(ctx, logits, ids, last):
+        i32, index = ptx.int_type(), ir.IndexType.get()
+        row, [top_k] = mgpu.c(0, index), ir.MemRefType(ids.type).shape
         # Ids are in the order of choice, so lanes need not have neighbours: a line a load.
-        starts = range(0, num_experts, WARP)
-        experts = [arith.addi(ptx.lane(), mgpu.c(start, i32)) for start in starts]
+        experts = [arith.addi(ptx.lane(), ptx.i32(start)) for start in range(0, num_experts, WARP)]
         keys = [key_of(*_read(logits, row, expert, num_experts)) for expert in experts]
         packed = _sorted([_packed(*it) for it in zip(experts, keys, strict=True)])[:top_k]
 
-        @mgpu.utils.fori(arith.addi(rank, mgpu.c(1, i32)), [*packed, experts[0]])
-        def last(_, carry):
-            found, _, rest = _take_first(carry[:-1])
-            return [*rest, found]
+        @mgpu.utils.fori(arith.addi(last.registers.item(), mgpu.c(1, i32)), packed)
+        def _(rank, packed):
+            found, _, packed = _take_first(packed)
+            memref.store(found, ids, [arith.index_cast(index, rank)])
+            return packed
 
-        memref.store(last.results[-1], ids, [arith.index_cast(index, rank)])
-        return mgpu.FragmentedArray.splat(last.results[-1], (), is_signed=True)
-
-    return emit(logits_gmem, ids_smem, jnp.int32(rank))
+    emit(logits_gmem, ids_smem, jnp.int32(last))
 
 
 def check_supported(num_experts: int, top_k: int) -> None:
