@@ -61,8 +61,13 @@ from detjax.pallas_kernels.linear.quantized import (
 )
 from detjax.pallas_kernels.linear.tiles import OperandType
 from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
-from detjax.pallas_kernels.moe.api import expert_linear, expert_mlp, route_mlp_add_rms_norm
-from detjax.pallas_kernels.moe.expert_weights import ExpertWeights
+from detjax.pallas_kernels.moe.api import (
+    expert_linear,
+    expert_mlp,
+    route_mlp,
+    route_mlp_add_rms_norm,
+)
+from detjax.pallas_kernels.moe.expert_weights import ExpertWeights, SharedExpert
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.parallel.exchange import EXCHANGE_SPECS, exchange_shapes
@@ -238,6 +243,33 @@ def experts(num_rows: int, operands: OperandType = OperandType.BFLOAT16) -> aot.
         _shape(hidden),
     )
     return aot.compile_program(run, *shapes)
+
+
+def shared_experts(operands: OperandType) -> aot.CompiledProgram:
+    """One row of Qwen3.5-35B-A3B: routing and products, those of the shared expert too."""
+    num, width, hidden = 256, 512, 2048
+
+    def matrix(*dims: int):
+        values = _shape(*dims, dtype=operands.dtype)
+        if operands is OperandType.BFLOAT16:
+            return values
+        blocks = operands is OperandType.FLOAT8_BLOCKS
+        scales = (*dims[:-2], dims[-2] // 128, dims[-1] // 128) if blocks else dims[:-1]
+        return values, _shape(*scales, dtype=jnp.float32)
+
+    def run(x, logits, *matrices):
+        if operands is not OperandType.BFLOAT16:
+            matrices = [W8A8Matrix(values=v, scales=s) for v, s in matrices]
+        experts, shared = ExpertWeights(*matrices[:2]), SharedExpert(*matrices[2:])
+        return route_mlp(
+            x, logits, experts, top_k=8, renormalise=True, shared=shared, backend=Backend.SM90
+        )
+
+    return aot.compile_program(
+        run, _shape(1, hidden), _shape(1, num + 64, dtype=jnp.float32),
+        matrix(num, 2 * width, hidden), matrix(num, hidden, width),
+        matrix(2 * width, hidden), matrix(hidden, width),
+    )  # fmt: skip
 
 
 def expert_rows(num_slots: int) -> aot.CompiledProgram:
@@ -723,6 +755,10 @@ PROGRAMS = {
         f"{kind.value}_experts_{n}": lambda n=n, kind=kind: experts(n, kind)
         for kind in (OperandType.INT8, OperandType.FLOAT8)
         for n in (8, 4000)
+    },
+    **{
+        f"shared_experts_{kind.name.lower()}": lambda kind=kind: shared_experts(kind)
+        for kind in OperandType
     },
     "expert_share_64": lambda: expert_share(64),
     "expert_share_4000": lambda: expert_share(4000),

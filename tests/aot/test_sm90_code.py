@@ -188,6 +188,22 @@ def test_experts_use_the_tensor_core_and_spill_nothing(name, shape, launches):
 
 
 @pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("bfloat16", "m64n8k16"), ("int8", "m64n8k32"), ("float8", "m64n8k32"),
+        ("float8_blocks", "m64n8k32"),
+    ],
+)  # fmt: skip
+def test_one_row_meets_a_shared_expert_in_two_launches(kind, shape):
+    """Also of 8 bits: a CTA quantises the rows of its turns, which are fewer than nine."""
+    program = compiled(f"shared_experts_{kind}")
+    assert wgmma(program, "detjax_experts_gate_up") == {(shape,)}
+    assert wgmma(program, "detjax_experts_down") == {(shape,)}
+    assert spills(program) == {}
+    assert program["launches"] == 2
+
+
+@pytest.mark.parametrize(
     ("name", "shape"), [("expert_rows_512", "m64n16k16"), ("expert_rows_32768", "m64n256k16")]
 )
 def test_rows_of_experts_use_the_tensor_core_and_spill_nothing(name, shape):

@@ -906,6 +906,27 @@ def test_routing_in_the_first_product_has_the_bits_of_route(num_rows, renormalis
 
 
 @pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_experts", [33, 100, QWEN.num_experts])
+def test_one_row_finds_its_experts_among_ties(num_experts):
+    """What each CTA finds for itself, against `route` in a launch of its own."""
+    gate_up, down = (w[:num_experts] for w in weights(QWEN)[:2])
+    x = wide_rows(257, QWEN.hidden_size)[:1]
+    rng = np.random.default_rng(num_experts)
+    logits = np.round(rng.standard_normal((8, QWEN.num_experts + 64)) * 2) / 2
+    logits[:, num_experts:] = 1e9  # behind the experts'
+    logits[1, :num_experts], logits[2, :num_experts:2] = 0.0, -0.0
+    logits[3, 5], logits[4, :20] = np.nan, -np.inf
+    for some in jnp.asarray(logits, jnp.float32):
+        options = {"top_k": QWEN.top_k, "renormalise": True}
+        ids, ws = sm90.route(some[None], num_experts=num_experts, **options)
+        want = sm90.expert_mlp(x, ids, ExpertWeights(gate_up, down), first_expert=0)
+        y, weights_of_y = sm90.route_mlp(x, some[None], ExpertWeights(gate_up, down), **options)
+        assert_bitwise_equal(y, want, claim="each CTA finds the experts of `route`")
+        assert_bitwise_equal(weights_of_y, ws, claim="weights are those of `route`")
+
+
+@pytest.mark.gpu
 @pytest.mark.control
 def test_control_ragged_dot_and_scatter_add_have_other_bits():
     ids = some_ids(257, QWEN)[:64]

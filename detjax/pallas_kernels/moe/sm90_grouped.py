@@ -888,13 +888,14 @@ class _Cta:
         self.route_into(ids_smem)
 
     def route_into(self, ids_smem=None) -> None:
-        """Choose the experts of all rows; the first CTA keeps them and their weights."""
+        """Choose the experts of all rows; one CTA keeps them and their weights."""
         plan, few = self.plan, self.plan.few
         assert few is not None
         route_rows(
             self.operands.logits, 0, (self.results.ids, self.results.weights), ids_smem,
-            num_rows=plan.num_rows, is_kept=None if plan.routes_row else self.cta == 0, num_experts=plan.num_local,
-            top_k=few.top_k, renormalise=few.renormalise, is_interpreted=plan.is_interpreted,
+            num_rows=plan.num_rows, is_kept=None if plan.routes_row else self.cta == 0,
+            num_experts=plan.num_local, top_k=few.top_k, renormalise=few.renormalise,
+            is_interpreted=plan.is_interpreted,
         )  # fmt: skip
 
     def write_list(self) -> None:
@@ -1058,9 +1059,7 @@ def grouped_matmul(
     return _grouped(operands, tiles=tiles, by_slot=by_slot, clamp=clamp, interpret=interpret).out
 
 
-def spread_one_row(
-    num_ranks: int, has_shared: bool, num_out: int, tiles: GroupedTiles
-) -> OneRow:
+def spread_one_row(num_ranks: int, has_shared: bool, num_out: int, tiles: GroupedTiles) -> OneRow:
     """How `one_row_matmul` and `routed_matmul_one` spread their tiles over CTAs."""
     return OneRow(
         num_ranks=num_ranks, has_shared=has_shared, col_tiles=num_out // tiles.out_cols,

@@ -256,11 +256,13 @@ def find_experts(logits_gmem, last, ids_smem, *, num_experts: int, is_interprete
         keys = [key_of(*_read(logits, row, expert, num_experts)) for expert in experts]
         packed = _sorted([_packed(*it) for it in zip(experts, keys, strict=True)])[:top_k]
 
-        @mgpu.utils.fori(arith.addi(last.registers.item(), mgpu.c(1, i32)), packed)
-        def _(rank, packed):
+        def one_rank(rank, packed):
             found, _, packed = _take_first(packed)
             memref.store(found, ids, [arith.index_cast(index, rank)])
             return packed
+
+        num_ranks = arith.addi(last.registers.item(), mgpu.c(1, i32))
+        mgpu.utils.fori(num_ranks, packed)(one_rank)
 
     emit(logits_gmem, ids_smem, jnp.int32(last))
 
