@@ -134,7 +134,7 @@ def test_one_row_meets_the_shared_expert_in_interpret_mode(kind, num_sms, one_ct
 
 @pytest.mark.gpu
 @pytest.mark.invariance
-@pytest.mark.parametrize("top_k", [4, 8])
+@pytest.mark.parametrize("top_k", [4, 8, 10])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_meets_the_shared_expert(kind, top_k):
     check_one_row(dataclasses.replace(QWEN, top_k=top_k), kind, None)
@@ -176,6 +176,8 @@ def test_one_row_is_spread_evenly(width, has_shared, gate_up, down):
         assert (one.num_ctas, one.turns) == want
         assert one.own_items % one.num_ctas == 0, "no CTA takes more of the ranks than another"
         assert one.shared_items <= one.num_ctas
+    few = dataclasses.replace(one, num_ranks=2, col_tiles=12)
+    assert (few.num_ctas, few.turns) == (few.num_items, 1)
 
 
 @pytest.mark.slow

@@ -188,7 +188,9 @@ class OneRow:
 
     @property
     def num_ctas(self) -> int:
-        """As few CTAs as take no more turns for the ranks than all would."""
+        """One an item if all run side by side, else as few as take no more turns for the ranks."""
+        if self.num_items <= self.num_sms:
+            return self.num_items
         return -(-self.own_items // -(-self.own_items // self.num_sms))
 
     @property
@@ -316,8 +318,8 @@ def choose_tiles(
             is_gated=False,
             operands=operands,
             lone_rows=lone_rows,
-            # WHY, one row: the rows of more would be of many tiles.
-            is_held=num_rows == 1 and is_few and _holds(top_k, width, operands),
+            # WHY, one row: the rows of more would be of many tiles. A CTA holds those of its turns.
+            is_held=num_rows == 1 and is_few and _holds(min(top_k, 8), width, operands),
         ),
         is_few=is_few,
         by_slot=cols <= MAX_PLACED_ROWS,
