@@ -33,9 +33,9 @@ from detjax.pallas_kernels.moe.sm90_grouped import (
     grouped_matmul,
     grouped_matmul_few,
     one_row_matmul,
+    one_row_turns,
     routed_matmul_few,
     routed_matmul_one,
-    spread_one_row,
 )
 from detjax.pallas_kernels.moe.sm90_route import check_supported as check_routes
 from detjax.pallas_kernels.moe.sm90_route import route as route
@@ -337,8 +337,8 @@ def route_mlp(
         of_shared = (None, None) if shared is None else (shared.gate_up, shared.down)
         hidden, ids, weights = routed_matmul_one(*first, of_shared[0], **options)
         down = tiles.down
-        turns = spread_one_row(top_k, shared is not None, w_down.shape[1], down).turns
-        if down.held and min(turns, len(hidden)) > MAX_NORM_ROWS:
+        turns = one_row_turns(top_k, shared is not None, w_down.shape[1] // down.out_cols)
+        if down.held and turns > MAX_NORM_ROWS:
             down = fill_stages(dataclasses.replace(down, held=0))
         rows = _rows_for(hidden, w_down, down, interpret)
         y = one_row_matmul(

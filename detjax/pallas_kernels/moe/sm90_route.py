@@ -56,9 +56,9 @@ def _packed(expert, key):
     return arith.ori(arith.shli(arith.extsi(i64, key), mgpu.c(32, i64)), low)
 
 
-def _sorted(packed: list) -> list:
-    """Int64 in falling order, by Batcher's odd-even merges: a lane's own."""
-    found, size = list(packed), len(packed)
+def _in_order(experts: list, keys: list) -> list:
+    """A lane's own experts in order of choice, `_packed`; by Batcher's odd-even merges."""
+    found, size = [_packed(*it) for it in zip(experts, keys, strict=True)], len(keys)
     for merged in (1 << i for i in range((size - 1).bit_length())):
         for distance in (merged >> i for i in range(merged.bit_length())):
             first = distance % merged
@@ -93,8 +93,7 @@ def choose(experts: list, keys: list, top_k: int) -> list:
 
     Every lane gets all of them.
     """
-    pairs = zip(experts, keys, strict=True)
-    packed, chosen = _sorted([_packed(expert, key) for expert, key in pairs])[:top_k], []
+    packed, chosen = _in_order(experts, keys)[:top_k], []
     for _ in range(top_k):
         found, best, packed = _take_first(packed)
         chosen.append((found, arith.bitcast(ir.F32Type.get(), _flip(best))))
@@ -254,7 +253,6 @@ def find_experts(logits_gmem, last, ids_smem, *, num_experts: int, is_interprete
         # Ids are in the order of choice, so lanes need not have neighbours: a line a load.
         experts = [arith.addi(ptx.lane(), ptx.i32(start)) for start in range(0, num_experts, WARP)]
         keys = [key_of(*_read(logits, row, expert, num_experts)) for expert in experts]
-        packed = _sorted([_packed(*it) for it in zip(experts, keys, strict=True)])[:top_k]
 
         def one_rank(rank, packed):
             found, _, packed = _take_first(packed)
@@ -262,7 +260,7 @@ def find_experts(logits_gmem, last, ids_smem, *, num_experts: int, is_interprete
             return packed
 
         num_ranks = arith.addi(last.registers.item(), mgpu.c(1, i32))
-        mgpu.utils.fori(num_ranks, packed)(one_rank)
+        mgpu.utils.fori(num_ranks, _in_order(experts, keys)[:top_k])(one_rank)
 
     emit(logits_gmem, ids_smem, jnp.int32(last))
 
