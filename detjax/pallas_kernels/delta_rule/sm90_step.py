@@ -214,16 +214,9 @@ def step_states(
 
             # WHY: before it is known whether the block's state is that of the token before. It
             # nearly always is, and nobody waits for the number that says so.
-            @pl.loop(0, num_slices)
-            def _ask(i):
-                there = position > start
-                ask(
-                    i,
-                    *(
-                        jnp.where(there, *both)
-                        for both in zip((page, block), of_before, strict=True)
-                    ),
-                )
+            both = zip((page, block), of_before, strict=True)
+            expected = [jnp.where(position > start, here, there) for here, there in both]
+            pl.loop(0, num_slices)(lambda i: ask(i, *expected))
 
             # WHY: all loads first; what is computed between two of them would wait for the first.
             count = read_count(pages_gmem, page, of_count, block)
