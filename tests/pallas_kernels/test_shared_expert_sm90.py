@@ -125,7 +125,7 @@ KINDS = ("bfloat16", "int8", "fp8", "blocks")
 @pytest.mark.parametrize("num_sms", [1, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_meets_the_shared_expert_in_interpret_mode(kind, num_sms, one_cta, monkeypatch):
-    """By one CTA, and by several that take parts of tiles and quantise the rows of their turns."""
+    """By one CTA, and by several that quantise the rows of their own turns."""
     monkeypatch.setattr(sm90_grouped, "NUM_SMS", num_sms)
     shape = SMALL if kind == "bfloat16" else dataclasses.replace(SMALL, width=512, num_experts=4)
     check_one_row(shape, kind, INTERPRET)

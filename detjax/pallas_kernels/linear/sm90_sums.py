@@ -308,31 +308,21 @@ def put_transposed(out, block, kept_block=None) -> None:
     plgpu.commit_smem()
 
 
-def put_column(values, column, target, part: tuple, *, unit: int, math: Arithmetic) -> None:
-    """Store a part of one column of an accumulator's shape in device memory, from registers.
+def put_column(values, column, target, math: Arithmetic) -> None:
+    """Store one column of an accumulator's shape in device memory, from registers.
 
     Args:
         values: [rows, columns], of the dtype of `target`.
         column: Which, an int32 scalar.
         target: [rows].
-        part: The first row to store, and how many: int32 scalars, multiples of `unit`.
-        unit: See above.
         math: Arithmetic on the layout of `values`.
     """
-    first, count = part
     if math.is_interpreted:
-        found = lax.dynamic_index_in_dim(values, column, axis=1, keepdims=False)
-        for start in range(0, values.shape[0], unit):
-
-            @pl.when((start >= first) & (start < first + count))
-            def _(some=slice(start, start + unit)):
-                target[some] = found[some]
-
+        target[...] = lax.dynamic_index_in_dim(values, column, axis=1, keepdims=False)
         return
 
-    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), *(ptx.SCALAR,) * 3))
-    def emit(ctx, values, memory, *scalars):
-        column, first, count = (it.registers.item() for it in scalars)
+    @plgpu.inline_mgpu(arg_types=(math.layout, plgpu.RefType(), ptx.SCALAR))
+    def emit(ctx, values, memory, column):
         rows, columns = (
             mgpu.FragmentedArray.broadcasted_iota(
                 ptx.int_type(), values.shape, axis, math.layout.to_mgpu(), is_signed=True
@@ -341,8 +331,7 @@ def put_column(values, column, target, part: tuple, *, unit: int, math: Arithmet
         )
         places = (ptx.scalars_of(it) for it in (values, rows, columns))
         for value, row, at in zip(*places, strict=True):
-            is_in_part = ptx.below(arith.subi(row, first), count)
-            with mgpu.utils.when(arith.andi(is_in_part, ptx.equals(at, column))):
+            with mgpu.utils.when(ptx.equals(at, column.registers.item())):
                 memref.store(value, memory, [arith.index_cast(ir.IndexType.get(), row)])
 
-    emit(values, target, *(jnp.int32(it) for it in (column, first, count)))
+    emit(values, target, column)

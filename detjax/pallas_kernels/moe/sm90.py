@@ -337,7 +337,7 @@ def route_mlp(
         of_shared = (None, None) if shared is None else (shared.gate_up, shared.down)
         hidden, ids, weights = routed_matmul_one(*first, of_shared[0], **options)
         down = tiles.down
-        turns = one_row_turns(top_k, shared is not None, w_down.shape[1] // down.out_cols)
+        turns = one_row_turns(top_k + (shared is not None), w_down.shape[1] // down.out_cols)
         if down.held and turns > MAX_NORM_ROWS:
             down = fill_stages(dataclasses.replace(down, held=0))
         rows = _rows_for(hidden, w_down, down, interpret)

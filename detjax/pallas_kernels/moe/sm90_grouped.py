@@ -64,12 +64,6 @@ from detjax.pallas_kernels.sm90_ring import Ring
 from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.pallas_kernels.swiglu.sm90 import gated_bf16
 
-SHARED_PARTS = 4
-"""Parts of a tile of the shared expert, beside one row's own: CTAs then read alike.
-
-The second product of Qwen3.5-35B-A3B takes 6.88 us with whole tiles, 6.50 so (H200, 2026-11-29).
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Few:
@@ -175,7 +169,7 @@ class _Plan:
         num_out: N.
         k_len: K.
         few: How the kernel makes the list of its tiles; None if it is given one.
-        num_ranks: Of one row, whose list is `shared_parts` of the shared expert, then each rank:
+        num_ranks: Of one row, whose list is the shared expert if there is one, then each rank:
             rank r is slot r, and the shared expert has the last one. 0 for other lists.
         by_slot: Whether the output's rows lie in order of slot.
         writes_zeros: Whether slots of experts that are not here get zeros.
@@ -254,14 +248,14 @@ class _Plan:
         return work_shapes(self.num_slots, self.num_local, self.tiles.tile_rows)
 
     @property
-    def shared_parts(self) -> int:
-        """Entries of the list that are parts of the shared expert; the first ones."""
-        return SHARED_PARTS if 0 < self.num_ranks < self.num_slots else 0
+    def num_shared(self) -> int:
+        """1 if the first entry of one row's list is the shared expert, else 0."""
+        return int(0 < self.num_ranks < self.num_slots)
 
     @property
     def num_ctas(self) -> int:
         """CTAs of the persistent grid."""
-        entries = self.shared_parts + self.num_ranks or self.work_shapes.tiles.shape[1]
+        entries = self.num_shared + self.num_ranks or self.work_shapes.tiles.shape[1]
         return min(NUM_SMS, entries * self.col_tiles)
 
     @property
@@ -274,7 +268,7 @@ class _Plan:
         """Rows that a CTA holds, where it holds any."""
         if not self.holds_turns:
             return self.num_rows
-        return one_row_turns(self.num_ranks, self.shared_parts > 0, self.col_tiles)
+        return one_row_turns(self.num_shared + self.num_ranks, self.col_tiles)
 
     @property
     def has_register_shares(self) -> bool:
@@ -381,7 +375,7 @@ class _Cta:
         """Tiles that this CTA takes."""
         plan = self.plan
         if plan.num_ranks:
-            num_tiles = jnp.int32(plan.shared_parts + plan.num_ranks)
+            num_tiles = jnp.int32(plan.num_shared + plan.num_ranks)
         else:
             num_tiles = self.work.num_tiles[0]
         items = num_tiles * plan.col_tiles
@@ -398,19 +392,19 @@ class _Cta:
 
     def expert_of(self, entry):
         """The expert of a tile; of the shared one the number of those here."""
-        parts = self.plan.shared_parts
         if not self.plan.num_ranks:
             return self.work.tiles[EXPERT, entry]
-        if not parts:
+        if not self.plan.num_shared:
             return self.experts[entry]
-        own = self.experts[jnp.maximum(entry - parts, 0)]
-        return jnp.where(entry < parts, self.plan.num_local, own)
+        own = self.experts[jnp.maximum(entry - 1, 0)]
+        return jnp.where(entry == 0, self.plan.num_local, own)
 
     def rows_of(self, entry):
         """First sorted row of a tile, and how many."""
-        parts, num_ranks = self.plan.shared_parts, self.plan.num_ranks
+        num_shared, num_ranks = self.plan.num_shared, self.plan.num_ranks
         if num_ranks:
-            return jnp.where(entry < parts, num_ranks, entry - parts), jnp.int32(1)
+            rank = entry - num_shared
+            return jnp.where(rank < 0, num_ranks, rank), jnp.int32(1)
         return self.work.tiles[START, entry], self.work.tiles[COUNT, entry]
 
     def run(self) -> None:
@@ -475,7 +469,7 @@ class _Cta:
         pieces = self.with_biases(list(total), entry, lambda: self.first_output(col), 0)
         out = self.gated(*pieces) if self.plan.tiles.is_gated else pieces[0]
         if self.plan.num_ranks:
-            self.store_one(out, turn, start, col, entry)
+            self.store_one(out, turn, start, col)
         else:
             self.store_flat(out, start, count, col, slots)
 
@@ -672,16 +666,12 @@ class _Cta:
         """SwiGLU of two accumulators, in bfloat16."""
         return gated_bf16(gates, ups, self.math, self.plan.clamp)
 
-    def store_one(self, out, turn, slot, col, entry) -> None:
-        """Store outputs of one row, a part of them if its tile is one, from registers."""
+    def store_one(self, out, turn, slot, col) -> None:
+        """Store outputs of one row from registers."""
         plan = self.plan
         column = turn if plan.holds_turns else jnp.int32(0)
-        part = plan.wg_out // SHARED_PARTS
-        is_shared = entry < plan.shared_parts
-        first, size = jnp.where(is_shared, entry * part, 0), jnp.where(is_shared, part, plan.wg_out)
         target = self.results.out.at[slot, pl.ds(col, plan.wg_out)]
-        out = out.astype(target.dtype)  # ROUND: once
-        put_column(out, column, target, (first, size), unit=part, math=self.math)
+        put_column(out.astype(target.dtype), column, target, self.math)  # ROUND: once
 
     def store_flat(self, out, start, count, col, slots: list) -> None:
         """Store a transposed accumulator: its rows in sorted order, or each at its place."""
@@ -743,10 +733,10 @@ class _Cta:
 
         turns, early = self.num_turns(), jnp.int32(0)
         if plan.routes_row:
-            last = self.locate(turns - 1)[0] - plan.shared_parts  # The last rank of this CTA.
-            if plan.shared_parts:
+            last = self.locate(turns - 1)[0] - plan.num_shared  # The last rank of this CTA.
+            if plan.num_shared:
                 # The ring fills with the shared expert's weights before the others are chosen.
-                is_shared = self.locate(0)[0] < plan.shared_parts
+                is_shared = self.locate(0)[0] == 0
                 early = jnp.where(is_shared, min(plan.steps, plan.tiles.stages), 0)
                 self.load_tile(0, 0, early)
             find_experts(
@@ -773,29 +763,28 @@ class _Cta:
         first = turn * self.plan.steps
 
         def step(i, _):
-            self.load_step(first, i, entry, expert, row, col)
+            self.load_step(first, i, expert, row, col)
             return ()
 
         lax.fori_loop(start, stop, step, ())
 
-    def load_step(self, first, i, entry, expert, row, col) -> None:
+    def load_step(self, first, i, expert, row, col) -> None:
         """Copy step `i` of a tile, whose first step is the ring's step `first`."""
         plan, k_step = self.plan, self.plan.tiles.k
         slot = self.ring.claim(first + i)
         full = self.memory.full.at[slot]
 
-        def load_weights(w, part=0, num_parts: int = 1) -> None:
+        def load_weights(w) -> None:
             for piece, size, offset in plan.weight_pieces:
-                at, size = part * (size // num_parts), size // num_parts
                 plgpu.copy_gmem_to_smem(
-                    w.at[pl.ds(col + offset + at, size), pl.ds(i * k_step, k_step)],
-                    self.memory.w.at[slot, pl.ds(piece + at, size)],
+                    w.at[pl.ds(col + offset, size), pl.ds(i * k_step, k_step)],
+                    self.memory.w.at[slot, pl.ds(piece, size)],
                     full,
                 )
 
-        if plan.shared_parts:
+        if plan.num_shared:
             is_shared = expert == plan.num_local
-            pl.when(is_shared)(lambda: load_weights(self.operands.shared, entry, SHARED_PARTS))
+            pl.when(is_shared)(lambda: load_weights(self.operands.shared))
             pl.when(~is_shared)(lambda: load_weights(self.operands.w.at[expert]))
         else:
             load_weights(self.operands.w.at[expert])
@@ -1010,9 +999,9 @@ def grouped_matmul(
     return _grouped(operands, tiles=tiles, by_slot=by_slot, clamp=clamp, interpret=interpret).out
 
 
-def one_row_turns(num_ranks: int, has_shared: bool, col_tiles: int) -> int:
-    """Most tiles, or parts of one, of a CTA of `one_row_matmul`."""
-    return -(-(num_ranks + SHARED_PARTS * has_shared) * col_tiles // NUM_SMS)
+def one_row_turns(num_entries: int, col_tiles: int) -> int:
+    """Most tiles of a CTA of `one_row_matmul`, of so many experts."""
+    return -(-num_entries * col_tiles // NUM_SMS)
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
