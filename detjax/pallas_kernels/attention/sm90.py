@@ -204,7 +204,11 @@ def decode_config(
     rows = 8 * (-(-group // 8) + (1 if 8 % group and group % 8 else 0))
     fits = group * channels >= LANES and splits * rows * channels * 4 <= PARTIAL_BYTES
     is_wide = channels > bits.SPAN_CHANNELS
-    fits = fits and not is_wide
+    # A CTA a block, as long as there is one for each at once.
+    spread = SPREAD_SPLITS and is_new and query_len == 1 and per_split == SPREAD
+    spread = spread and channels in SPREAD_CHANNELS and group <= SENT_ROWS
+    spread = spread and SPREAD * pairs <= MOST_CTAS and not (is_wide and reads_float8)
+    fits = fits and (spread or not is_wide)
     cluster = 0
     if query_len > 1:  # new tokens are merged in device memory
         fits = is_new and group * channels >= LANES and splits <= MAX_IN_CLUSTER and not is_wide
@@ -218,10 +222,7 @@ def decode_config(
             if 2 * cluster * pairs > (MOST_CTAS if cluster > 1 else NUM_SMS):
                 break
             cluster *= 2
-    # A CTA a block, as long as there is one for each at once.
-    spread = SPREAD_SPLITS and is_new and query_len == 1 and bool(cluster) and per_split == SPREAD
-    spread = spread and channels == SPREAD_CHANNELS and group <= SENT_ROWS
-    if spread := spread and SPREAD * pairs <= MOST_CTAS:
+    if spread := spread and bool(cluster):
         cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.
@@ -347,11 +348,12 @@ def _attend(job: Job, operands: Operands) -> jax.Array:
             f"{config=} has whole sequences, which need no cluster and no scores ahead"
         )
     if job.is_wide and (
-        config.cluster or config.scores_ahead or config.whole_sequences or config.num_compute > 1
-    ):
+        (config.cluster and not config.spread)
+        or config.scores_ahead or config.whole_sequences or config.num_compute > 1
+    ):  # fmt: skip
         raise ValueError(
             f"heads of {job.channels=} are computed by splits, one warpgroup a CTA, with no scores "
-            f"ahead, and merged by a second kernel: {config=}"
+            f"ahead, and merged by a second kernel, or spread over a cluster: {config=}"
         )
     has_turns = not config.cluster and (job.new_token is not None or not config.whole_sequences)
     if config.num_compute > 1 and not has_turns:

@@ -186,6 +186,7 @@ def merge_splits(
     seq, kv_head = here
     pair = seq * job.kv_heads + kv_head
     rows = [min(r, job.group - lanes.rows) for r in range(0, job.group, lanes.rows)]
+    places = [(row, channel) for row in rows for channel in range(0, job.channels, LANES)]
     shift = lax.rem(pair * job.rows_apart, jnp.int32(8)) + token * job.group
 
     def one_split(split, states):
@@ -195,17 +196,17 @@ def merge_splits(
                 lanes.spread(lambda r: scales_ref[first + split, 0, r], shift + row),
                 lanes.spread(lambda r: scales_ref[first + split, 1, r], shift + row),
                 lanes.math.load(
-                    part_ref.at[first + split, pl.ds((shift + row) * job.channels, LANES)]
+                    part_ref.at[first + split, pl.ds((shift + row) * job.channels + channel, LANES)]
                 ),
             )
-            for row, state in zip(rows, states, strict=True)
+            for (row, channel), state in zip(places, states, strict=True)
         )
 
-    states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(rows))
+    states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(places))
     first_row = (seq * job.query_len + token) * job.kv_heads * job.group + kv_head * job.group
-    for row, state in zip(rows, states, strict=True):
+    for (row, channel), state in zip(places, states, strict=True):
         is_row = lanes.spread(lambda r: position, 0) >= 0
-        out_ref[pl.ds((first_row + row) * job.channels, LANES)] = lanes.finish(
+        out_ref[pl.ds((first_row + row) * job.channels + channel, LANES)] = lanes.finish(
             state, is_row, job.dtype
         )
 

@@ -34,10 +34,13 @@ from detjax.pallas_kernels.sm90_cache_hints import evict_first
 from detjax.pallas_kernels.sm90_prefetch import ask_for
 from detjax.pallas_kernels.sm90_ptx import read_now
 
-SPREAD_CHANNELS = 128
+SPREAD_CHANNELS = (128, 256)
 """Of a head."""
 RING = 2
-"""Turns whose keys and values are in flight; those of float8 are widened one at a time."""
+"""Turns whose keys and values are in flight; those of float8 are widened one at a time.
+
+Of wide heads one: a page of keys is 64 KiB, and a share of the values of four blocks as much.
+"""
 
 
 class _Arrays(NamedTuple):
@@ -216,15 +219,15 @@ class _Cta:
         """Copy the blocks of a turn that are there; `pages` are theirs."""
         shared, part, barriers = self.shared, self.place.part, self.shared.barriers
         first, blocks = self.blocks_of(turn)
-        slot = lax.rem(turn, jnp.int32(RING))
         reads_float8 = self.job.config.reads_float8
+        slot = lax.rem(turn, jnp.int32(RING if reads_float8 else self.ring))
         if reads_float8:
             keys, k_filled = shared.k_codes, barriers.k_asked
             values, v_filled = shared.v_codes, barriers.v_asked
         else:
             keys, k_filled = shared.k, barriers.k_filled
             values, v_filled = shared.v, barriers.v_filled
-            self.wait_until_free(turn)
+            self.wait_until_free(turn, barriers.k_free)
 
         def copy(block, source, smem, filled):
             num_written = self.turns.last + 1 - block * bits.BLOCK
@@ -235,6 +238,8 @@ class _Cta:
             block, source = first + part, self.arrays.pages.at[self.page_row(pages[0], 0)]
             copy(block, source, keys.at[slot], k_filled.at[slot])
 
+        if not reads_float8:
+            self.wait_until_free(turn, barriers.v_free)
         for j in range(SPREAD):
 
             @pl.when(j < blocks)
@@ -243,21 +248,18 @@ class _Cta:
                 source = self.arrays.pages.at[self.page_row(pages[1 + j], 1), :, self.place.slices]
                 copy(first + j, source, values.at[place], v_filled.at[place])
 
-    def wait_until_free(self, turn) -> None:
-        """Wait until the keys and values of a turn may be written to shared memory."""
-        barriers, slot = self.shared.barriers, lax.rem(turn, jnp.int32(self.ring))
-
-        @pl.when(turn >= self.ring)
-        def _is_free():
-            plgpu.barrier_wait(barriers.k_free.at[slot])
-            plgpu.barrier_wait(barriers.v_free.at[slot])
+    def wait_until_free(self, turn, free) -> None:
+        """Wait until the keys, or the values, of a turn may be written to shared memory."""
+        slot = lax.rem(turn, jnp.int32(self.ring))
+        pl.when(turn >= self.ring)(lambda: plgpu.barrier_wait(free.at[slot]))
 
     def widen_turn(self, turn) -> None:
         """Widen the keys and values of a turn, which `load_turn` has asked for."""
         shared, barriers = self.shared, self.shared.barriers
         first, blocks = self.blocks_of(turn)
         asked, slot = lax.rem(turn, jnp.int32(RING)), lax.rem(turn, jnp.int32(self.ring))
-        self.wait_until_free(turn)
+        self.wait_until_free(turn, barriers.k_free)
+        self.wait_until_free(turn, barriers.v_free)
 
         def widen(block, codes, is_here, page, is_filled):
             plgpu.barrier_wait(is_here)
@@ -351,7 +353,7 @@ class _Cta:
         """The scores of this CTA's block, [ROWS, BLOCK]."""
         shared, math = self.shared, self.job.math
         # A block that is not there is masked whole: its maximum is no one's.
-        scores = bits.product(shared.q, shared.k.at[slot].T, (bits.ROWS, bits.BLOCK))
+        scores, _ = bits.scores_during(math, shared.q, shared.k.at[slot], lambda: None)
         plgpu.barrier_arrive(shared.barriers.k_free.at[slot])
         scores = math.first_half(scores)
         row_pos = math.cast(jnp.full((bits.ROWS,), self.turns.last), math.row_layout)
@@ -500,8 +502,11 @@ def _check(job: Job) -> None:
             f"a split is spread over {SPREAD} CTAs for new tokens alone, of at most {SENT_ROWS} "
             f"heads a kv head and splits of {SPREAD} blocks: {new_token=}, {job.group=}, {config=}"
         )
-    if job.channels != SPREAD_CHANNELS:
-        raise ValueError(f"{job.channels=} must be {SPREAD_CHANNELS} to spread a split")
+    if job.channels not in SPREAD_CHANNELS or job.is_wide and config.reads_float8:
+        raise ValueError(
+            f"{job.channels=} must be one of {SPREAD_CHANNELS} to spread a split, and of pages of "
+            f"float8 {SPREAD_CHANNELS[0]}: {config=}"
+        )
     if not config.cluster or config.cluster % SPREAD:
         raise ValueError(f"{config.cluster=} must be a multiple of {SPREAD} CTAs a split")
 
@@ -520,7 +525,8 @@ def _sent_shapes(job: Job, table_len: int) -> _Sent:
 
 
 def _ring(job: Job) -> int:
-    return 1 if job.config.reads_float8 else RING
+    """Turns whose keys and values in bfloat16 are in shared memory."""
+    return 1 if job.config.reads_float8 or job.is_wide else RING
 
 
 def _shared_types(job: Job, shapes: _Sent) -> _Shared:
