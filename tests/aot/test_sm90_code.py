@@ -303,6 +303,7 @@ def test_decode_attention_spills_nothing(name, kernel):
     [
         ("new_token", "attention_cluster_sm90", 0),
         ("new_token_one", "attention_spread_sm90", 0),
+        ("new_token_256_one", "attention_spread_sm90", 0),
         ("new_token_many", "attention_sequences_sm90", NEW_TOKEN_SPILL_BYTES),
     ],
 )

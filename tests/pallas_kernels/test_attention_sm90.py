@@ -262,6 +262,56 @@ def test_new_tokens_inside_decode_have_the_bits_of_two_kernels(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("contexts", "kv_heads", "group", "cluster"),
+    [
+        ([600, 0, 128], 2, 2, 4),  # two turns, padding, one full page
+        ([1300, 513], 1, 8, 4),  # three turns of a cluster
+        ([1300, 513], 1, 8, 8),  # two splits at once
+    ],
+)
+def test_new_tokens_of_wide_heads_in_a_cluster_have_the_bits_of_two_kernels(
+    contexts, kv_heads, group, cluster
+):
+    case = new_tokens(contexts, kv_heads=kv_heads, group=group, channels=256, with_norm=True)
+    actual = case.at_once(is_interpreted=True, cluster=cluster, spread=True, keys_at_once=32)
+    expected = case.apart(is_interpreted=True)
+    assert_same(actual, expected, "splits shared by a cluster and splits of a CTA each")
+    other = case.apart(is_interpreted=True, blocks_per_split=2)
+    assert count_different_bits(other[0], expected[0]) > 0  # control
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [
+        ({}, 8),
+        ({"kv_heads": 4, "group": 2}, 8),
+        ({"table_len": 4}, 4),  # one split
+        ({"table_len": 16}, 8),
+        ({"table_len": 17}, 0),  # no room for the partial results of five splits
+        ({"batch": 6}, 8),
+        ({"batch": 7}, 4),
+        ({"batch": 12}, 4),
+        ({"batch": 13}, 0),  # more CTAs than are sure to be resident
+        ({"group": 16}, 0),
+        ({"is_new": False}, 0),
+        ({"has_sinks": True}, 0),
+        ({"reads_float8": True}, 0),
+        ({"query_len": 2}, 0),
+    ],
+    ids=str,
+)
+def test_few_new_tokens_of_wide_heads_share_splits(options, cluster):
+    asked: dict[str, Any] = {
+        "batch": 1, "query_len": 1, "kv_heads": 2, "group": 8, "channels": 256, "table_len": 8,
+        "per_split": 4, "is_new": True,
+    }  # fmt: skip
+    config = sm90.decode_config(**asked | options)
+    assert (config.cluster, config.spread) == (cluster, cluster > 0)
+    assert not config.scores_ahead and not config.whole_sequences and config.num_compute == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("contexts", "counts", "kv_heads", "group", "channels", "cluster"),
     [
         ([600, 0, 130], [3, 3, 3], 2, 4, 128, 1),  # the last one's window is on two pages
@@ -772,11 +822,58 @@ def test_new_tokens_of_wide_heads_are_bitwise_schedule_invariant(group, with_nor
     expected = case.apart()
     ways: tuple[dict[str, Any], ...] = (
         {}, {"keys_at_once": 32}, {"num_ctas": 5}, {"num_ctas": 1, "stages": 2},
+        {"cluster": 4, "spread": True}, {"cluster": 8, "spread": True},
+        {"cluster": 4, "spread": True, "keys_at_once": 32},
     )  # fmt: skip
     for options in ways:
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
     other = case.apart(blocks_per_split=2)
     assert count_different_bits(other[0], expected[0]) > 0  # control
+
+
+WIDE_CONTEXTS = (1, 2, 127, 128, 129, 480, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 4100, 8191)
+"""Around the ends of blocks and splits; the last two are too long for a cluster to merge."""
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("num_seqs", range(1, 9))
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 8), (4, 2)])
+def test_few_sequences_of_wide_heads_have_the_bits_of_two_kernels(kv_heads, group, num_seqs):
+    """By the schedule that is chosen, which a table of up to four splits lets share them."""
+    for longest in (2048, 8192):
+        contexts = [n for n in WIDE_CONTEXTS if (n <= 2048) == (longest == 2048)]
+        config = sm90.decode_config(
+            batch=num_seqs, query_len=1, kv_heads=kv_heads, group=group, channels=256,
+            table_len=longest // 128, per_split=4, is_new=True,
+        )  # fmt: skip
+        assert config.spread == (longest == 2048 and 4 * num_seqs * kv_heads <= sm90.MOST_CTAS)
+        options: dict[str, Any] = dataclasses.asdict(config)
+        for first in range(0, len(contexts), num_seqs):
+            some = [int(n) for n in np.resize(contexts[first : first + num_seqs], num_seqs)]
+            if num_seqs > 1:  # so that all tables have one length, and compile once
+                some[-1] = longest
+            case = new_tokens(some, kv_heads=kv_heads, group=group, channels=256, with_norm=True)
+            expected = case.apart()
+            for _ in range(5):
+                assert_same(case.at_once(**options), expected, f"{config.cluster=}, {some}")
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("cluster", [4, 8])
+def test_steps_of_wide_heads_in_a_cluster_are_bitwise_run_invariant(cluster):
+    """Steps on one cache, across the end of a page and of a split."""
+    contexts = [505, 1, 250, 1000, 127, 0]
+    one = new_tokens(contexts, kv_heads=2, group=8, channels=256, with_norm=True)
+    other = one
+    while int(one.positions.max()) < 128 * one.table.shape[1] - 1:
+        positions = jnp.where(one.positions < 0, -1, one.positions + 1)
+        out, pages = one.at_once(cluster=cluster, spread=True, keys_at_once=32)
+        want, want_pages = other.apart()
+        assert_same((out, pages), (want, want_pages), "a step is any step")
+        one = dataclasses.replace(one, pages=pages, positions=positions)
+        other = dataclasses.replace(other, pages=want_pages, positions=positions)
 
 
 WIDE_BITS = json.loads((GOLDEN / "wide_heads_bits.json").read_text())["cases"]
