@@ -286,12 +286,11 @@ def test_new_tokens_of_wide_heads_in_a_cluster_have_the_bits_of_two_kernels(
         ({}, 8),
         ({"kv_heads": 4, "group": 2}, 8),
         ({"table_len": 4}, 4),  # one split
-        ({"table_len": 16}, 8),
-        ({"table_len": 17}, 0),  # no room for the partial results of five splits
+        ({"table_len": 9}, 0),  # three splits would take two turns
         ({"batch": 6}, 8),
-        ({"batch": 7}, 4),
-        ({"batch": 12}, 4),
-        ({"batch": 13}, 0),  # more CTAs than are sure to be resident
+        ({"batch": 7}, 0),  # two splits would take two turns
+        ({"batch": 12, "table_len": 4}, 4),
+        ({"batch": 13, "table_len": 4}, 0),  # more CTAs than are sure to be resident
         ({"group": 16}, 0),
         ({"is_new": False}, 0),
         ({"has_sinks": True}, 0),
