@@ -421,21 +421,21 @@ def recurrence(counts: Sequence[int]) -> Iterator[Kernel]:
         return [
             (
                 random_bf16((most, num_columns), 32), kept,
-                jax.random.normal(jax.random.key(33), shape, F32), Filters(*filters), gates, gates,
+                jax.random.normal(jax.random.key(33), shape, F32), *filters, gates, gates,
                 jnp.arange(most, dtype=jnp.int32)[:, None], jnp.full((most, 1), behind, jnp.int32),
             )
         ]  # fmt: skip
 
-    def run(columns, kept, states, filters, decay, step, table, positions):
+    def run(columns, kept, states, q, k, v, decay, step, table, positions):
+        of_layer = projected(columns=columns), Filters(q, k, v), (decay, step)
         norm = OutputNorm(gain=jnp.ones(dim, F32), eps=1e-6)
         return delta_rule(
-            projected(columns=columns), filters, (decay, step), kept, states, table, positions,
-            layer=0, backend=SM90, norm=norm,
-        )[0]  # fmt: skip
+            *of_layer, kept, states, table, positions, layer=0, backend=SM90, norm=norm
+        )[0]
 
     yield Kernel(
         subject="delta", facts=lambda m: {"case": "detjax_delta_step", "batch": m},
-        counts=rows_of(counts, 256), draw=draw, axes=(0, None, None, None, None, None, 0, 0),
+        counts=rows_of(counts, 256), draw=draw, axes=(0, *[None] * 7, 0, 0),
         run=run, only="detjax_delta", num_bytes=lambda m: 8.0 * m * num_keys * group * dim * dim,
     )  # fmt: skip
 
