@@ -22,6 +22,9 @@ from detjax.pallas_kernels.delta_rule.sm90_step import step_states
 DIMS = (32, 64, 128)
 """Channels of a head."""
 
+STEP_WIDTHS = (2, 4)
+"""Tokens that the convolution of a step in one launch reads: a thread loads their numbers whole."""
+
 
 def _check(gates, row_pages, state_pages) -> None:
     """Refuse other sizes.
@@ -71,7 +74,8 @@ def delta_rule(
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     of_cache = row_pages, state_pages, page_table, positions, jnp.int32(layer)
     is_step = positions.shape[1] == 1 and isinstance(rows, ProjectedRows)
-    if norm is not None and is_step and isinstance(filters, Filters):
+    has_vectors = isinstance(filters, Filters) and filters.q.shape[2] in STEP_WIDTHS
+    if norm is not None and is_step and has_vectors:
         return _step(of_layer, norm, *of_cache, interpret=interpret)
     out, row_pages, state_pages = _delta_rule(of_layer, *of_cache, interpret=interpret)
     if norm is not None:
