@@ -419,8 +419,8 @@ def _gated_rows(ctx: ForwardContext, w: Any, x: Activation[Array, "M D"]) -> jax
     return lora_linear_swiglu(x, w.base, _adapter_rows(ctx, x, w), backend=ctx.backend)
 
 
-def fuses_experts(ctx: ForwardContext) -> bool:
-    """Whether a mixture may be fewer operations: all experts are here, and nobody looks."""
+def may_fuse(ctx: ForwardContext) -> bool:
+    """Whether a layer may be fewer operations: all of it is here, and nobody looks between them."""
     return ctx.tp == 1 and isinstance(ctx.taps, NoTaps)
 
 
@@ -461,7 +461,7 @@ def mix_experts(
     assert config is not None  # whoever has a router
     eps = ctx.config.rms_norm_eps
     logits, residual, x = _router_product(ctx, weights, stream)
-    if fuses_experts(ctx) and not isinstance(weights["expert_down"], AdaptedMatrix):
+    if may_fuse(ctx) and not isinstance(weights["expert_down"], AdaptedMatrix):
         return _fused_experts(ctx, config, weights, gain, residual, x, logits)
     ctx.taps.see("router_logits", logits[:, : config.num_experts])
     shared = _shared_rows(ctx, weights, x, logits)
@@ -496,7 +496,7 @@ def _router_product(
     leaf_sums = None
     if isinstance(residual, UnaddedSubtrees):
         leaf_sums, residual = residual.leaf_sums, residual.residual
-    if isinstance(gate, jax.Array) and bias is None and fuses_experts(ctx):
+    if isinstance(gate, jax.Array) and bias is None and may_fuse(ctx):
         rows = residual if stream.x is None else stream.x
         if joins_matrices(rows, w, gate, out_dtype=f32, backend=backend):
             w = JoinedMatrix(first=w, second=gate)
@@ -820,7 +820,7 @@ def _may_defer_sums(ctx: ForwardContext, w: Any) -> bool:
     That is a router without a bias, or in a model without experts the product after a product of
     codes: CTAs share its tree where those of a product of bfloat16 do not.
     """
-    if not fuses_experts(ctx):
+    if not may_fuse(ctx):
         return False
     config = ctx.config
     if config.experts is None:

@@ -780,7 +780,7 @@ PROGRAMS = {
     "attention_decode_256": lambda: attend(8, 1, 1024, layout="gemma3_4b", softcap=50.0),
     "attention_verify_256": lambda: attend(8, 4, 1024, layout="qwen3_5_4b"),
     "new_token_256": lambda: attend_new(8, 1025, layout="gemma3_4b"),
-    "new_token_256_one": lambda: attend_new(1, 1024, layout="qwen3_5_4b"),
+    "new_token_256_one": lambda: attend_new(1, 2048, layout="qwen3_5_4b"),
     "new_token_256_many": lambda: attend_new(64, 1025, layout="qwen3_5_4b"),
     "float8_prefill": lambda: attend(1, 4096, 4096, profile=FLOAT8_CACHE),
     "float8_verify": lambda: attend(8, 16, 32768, profile=FLOAT8_CACHE),

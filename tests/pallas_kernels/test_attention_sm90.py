@@ -286,11 +286,13 @@ def test_new_tokens_of_wide_heads_in_a_cluster_have_the_bits_of_two_kernels(
         ({}, 8),
         ({"kv_heads": 4, "group": 2}, 8),
         ({"table_len": 4}, 4),  # one split
-        ({"table_len": 9}, 0),  # three splits would take two turns
+        ({"table_len": 16}, 8),
+        ({"table_len": 17}, 0),  # no room for the partial results of five splits
         ({"batch": 6}, 8),
-        ({"batch": 7}, 0),  # two splits would take two turns
-        ({"batch": 12, "table_len": 4}, 4),
-        ({"batch": 13, "table_len": 4}, 0),  # more CTAs than are sure to be resident
+        ({"batch": 7}, 4),
+        ({"batch": 7, "table_len": 9}, 0),  # three splits would take three turns
+        ({"batch": 12}, 4),
+        ({"batch": 13}, 0),  # more CTAs than are sure to be resident
         ({"group": 16}, 0),
         ({"is_new": False}, 0),
         ({"has_sinks": True}, 0),
@@ -846,7 +848,8 @@ def test_few_sequences_of_wide_heads_have_the_bits_of_two_kernels(kv_heads, grou
             batch=num_seqs, query_len=1, kv_heads=kv_heads, group=group, channels=256,
             table_len=longest // 128, per_split=4, is_new=True,
         )  # fmt: skip
-        assert config.spread == (longest == 2048 and 4 * num_seqs * kv_heads <= sm90.MOST_CTAS)
+        # Four splits in two turns, of clusters of eight.
+        assert config.spread == (longest == 2048 and 8 * num_seqs * kv_heads <= sm90.MOST_CTAS)
         options: dict[str, Any] = dataclasses.asdict(config)
         for first in range(0, len(contexts), num_seqs):
             some = [int(n) for n in np.resize(contexts[first : first + num_seqs], num_seqs)]

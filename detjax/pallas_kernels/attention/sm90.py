@@ -224,9 +224,10 @@ def decode_config(
             cluster *= 2
     if spread := spread and bool(cluster):
         cluster = 2 * SPREAD if splits > 1 and 2 * SPREAD * pairs <= MOST_CTAS else SPREAD
-        # WHY: of wide heads one turn is in flight, so a second one waits (2048 keys of a sequence
-        # and 2 kv heads: 15.7 us against 13.1 by splits; 1024 keys: 10.4 against 13.0).
-        if is_wide and splits * SPREAD > cluster:
+        # WHY: of wide heads one turn is in flight. One sequence of 16 and 2 heads, by a cluster and
+        # by splits: 10.4 and 13.0 us in one turn (1024 keys), 15.7 and 13.1 in two, 24.9 in four.
+        # The table's length decides, and its sequences may be shorter.
+        if is_wide and splits * SPREAD > 2 * cluster:
             cluster, spread = 0, False
     # WHY: with CTAs busy anyway, folding in registers saves a kernel (64 x 1024 tokens: 65.0 us
     # against 75.6), while a few short sequences need no merge. Others need all CTAs.

@@ -31,6 +31,7 @@ from detjax.pallas_kernels.delta_rule.sm90_rows import (
     mixed,
     one_register,
     source_column,
+    vector_columns,
     whole_row,
 )
 
@@ -111,7 +112,7 @@ class OneToken:
             own = [self.projected.columns[seq, s + at] for s in self.projected.part_starts[4:]]
         else:
             last = self._kept(position)
-            column = 2 * self.projected.key_dim + group * self.projected.value_dim + inner
+            column = vector_columns(self.projected) + inner
             page, offset = self._page_of(position)
             own = [self.pages[layer, page, 0, head, offset, column + i * group] for i in range(2)]
         of_head = [ref[head, inner] for ref in self.gates]
@@ -146,7 +147,7 @@ class OneToken:
         seq, layer, head, inner = self.place
         page, offset = self._page_of(position)
         new, group, width = numbers.rows[-1], self.projected.group, self.pages.shape[5]
-        key_dim, in_vectors = self.projected.key_dim, (2 + group) * self.projected.key_dim
+        key_dim, in_vectors = self.projected.key_dim, vector_columns(self.projected)
         starts = [start + head * group + inner for start in self.projected.part_starts[4:]]
         count = (lax.rem(position, STATE_BLOCK) == 0).astype(self.pages.dtype)
         if self.tile.whole.is_interpreted:

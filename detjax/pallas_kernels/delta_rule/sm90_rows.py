@@ -88,7 +88,7 @@ def write_rows(new_rows, pages_ref, page_table, positions, layer, *, interpret: 
                     found = source_column(rows_gmem, head, column)
                     return vector.load(kind, source, [index(token), index(found)])
 
-                in_vectors = _vector_columns(rows_gmem) if is_projected else width
+                in_vectors = vector_columns(rows_gmem) if is_projected else width
                 for first in range(0, in_vectors // each, rows.LANES):
                     at = arith.addi(ptx.thread(), ptx.i32(first))
                     with mgpu.utils.when(ptx.below(at, ptx.i32(in_vectors // each))):
@@ -125,7 +125,7 @@ def whole_row(rows_ref, token, head):
     return jnp.pad(row, (0, rows_ref.width - len(row)))
 
 
-def _vector_columns(projected: ProjectedRows) -> int:
+def vector_columns(projected: ProjectedRows) -> int:
     """Numbers of a row before b: whole vectors of a queries', a key's and values' channels."""
     return 2 * projected.key_dim + projected.group * projected.value_dim
 
@@ -146,9 +146,7 @@ def _last_numbers(projected: ProjectedRows, source, token, head, column: int, co
     """b, a and zeros of a row from a column on."""
     group, element = projected.group, ir.MemRefType(source.type).element_type
     found = []
-    for i in range(
-        column - _vector_columns(projected), column - _vector_columns(projected) + count
-    ):
+    for i in range(column - vector_columns(projected), column - vector_columns(projected) + count):
         if i >= 2 * group:
             found.append(mgpu.c(0.0, element))
             continue

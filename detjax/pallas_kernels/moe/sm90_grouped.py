@@ -651,7 +651,7 @@ class _Cta:
         Outputs from `first()` lie along `axis`.
 
         # WHY: behind the product. Where the warpgroup that loads chose a row's experts, the barrier
-        # of the first step is what makes its choice seen.
+        # of their first step is what makes its choice seen.
         """
         bias = self.operands.bias
         if bias is None:
