@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.delta_rule import portable, sm90
+from detjax.pallas_kernels.delta_rule import api, portable, sm90
 from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sm90_plan import begin_of, plan_sequences
 from detjax.pallas_kernels.output_gate import portable as portable_gate
@@ -197,6 +197,28 @@ def test_other_sizes_are_refused():
     cache.rows = cache.rows[:, :, :, :, :32]
     with pytest.raises(NotImplementedError, match="not of 32"):
         cache.run(tokens_of(cache.sizes, 1, 0), (0, 1), [0], padded=1)
+
+
+@pytest.mark.parametrize("backend", (Backend.PORTABLE, Backend.REFERENCE))
+def test_a_norm_behind_the_recurrence_is_the_gated_norm(backend):
+    """Of the results and of the gates among the columns; rows that are arranged have no gates."""
+    sizes = Sizes(keys=1, group=2, dim=64)
+    cache, rows = Cache(sizes, 1, has_norm=True), tokens_of(sizes, 3, 3)
+    columns, filters = projected(sizes, rows), as_weights(sizes, cache.layer.filters)
+    of_cache = (
+        cache.layer.gates, jnp.zeros_like(cache.rows), jnp.zeros_like(cache.states),
+        jnp.zeros((1, 1), I32), jnp.arange(3, dtype=I32)[None],
+    )  # fmt: skip
+    options: dict = {"layer": 1, "backend": backend}
+    got, *_ = api.delta_rule(columns, filters, *of_cache, **options, norm=cache.norm)
+    out, *_ = api.delta_rule(columns, filters, *of_cache, **options)
+    heads, gates = (x.reshape(-1, sizes.dim) for x in (out, columns.output_gates()))
+    want = api.gated_rms_norm(heads, gates, cache.norm.gain, eps=1e-6, backend=backend)
+    assert_bitwise_equal(got, want.reshape(got.shape), claim="one operation and two")
+    other = api.gated_rms_norm(heads, gates[::-1], cache.norm.gain, eps=1e-6, backend=backend)
+    assert count_different_bits(other.reshape(got.shape), got) > 0, "the gates of other heads"
+    with pytest.raises(ValueError, match="needs the gates"):
+        api.delta_rule(jnp.asarray(rows), filters, *of_cache, **options, norm=cache.norm)
 
 
 def test_a_sequence_follows_the_one_that_writes_its_page():
