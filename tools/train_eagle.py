@@ -4,12 +4,13 @@ r"""Train an EAGLE-3 head for a model on the model's own greedy text.
     python tools/train_eagle.py --model FOLDER --out HEAD
     python tools/train_eagle.py --model FOLDER --out HEAD --chat --prompts-file prompts.txt
     python tools/train_eagle.py --model novels-6m --out HEAD --prompts 64 --steps 60 --batch-size 4
+    python tools/train_eagle.py --model FOLDER --out HEAD --texts-file answers.npz --layers 10 20 28
 
 The model answers prompts greedily: lines of a file, or texts that it samples itself at
 temperature 1 (of a chat model, questions behind the opening of a user's turn; Xu et al. 2024,
 arXiv:2406.08464). The head learns the model's distributions over the tokens of these answers, in
 several steps of its own (training-time test, Li et al. 2025, arXiv:2503.01840). Its last matrix
-begins as rows of the model's. Some prompts are held out. At the end the engine drafts for them with
+begins as rows of the model's. `--texts-file` keeps the answers for the next head. Some prompts are held out. At the end the engine drafts for them with
 the head that was written, and prints the acceptance and whether a bit differs; before that for as
 many prompts of the training, which tells a head that has learned little from one that has learned
 by heart. `--out` has SGLang's form, which `--speculative-config` reads.
@@ -23,6 +24,7 @@ import functools
 import gc
 import itertools
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -166,6 +168,54 @@ def answer(engine: Engine, prompts: Sequence[tuple[int, ...]], length: int) -> l
         for request, done in zip(asked, made, strict=True)
         if len(done.token_ids) > 1
     ]
+
+
+def make_texts(model: LoadedModel, tokenizer: Tokenizer, args: argparse.Namespace) -> list[Text]:
+    """Answers of the model to prompts of a file or of its own, or those that were kept."""
+    kept: Path | None = args.texts_file
+    if kept is not None and kept.exists():
+        texts = read_texts(kept, model.config.vocab_size)
+        note(f"{len(texts)} answers from {kept}")
+        return texts
+    engine = make_engine(model, args)
+    if args.prompts_file is not None:
+        prompts = file_prompts(args, tokenizer)
+    else:
+        prompts = own_prompts(engine, model, tokenizer, args)
+    note(f"{len(prompts)} prompts")
+    texts = answer(engine, prompts, args.length)
+    del engine
+    gc.collect()  # and its cache
+    if kept is not None:
+        save_texts(kept, texts)
+    return texts
+
+
+def save_texts(path: Path, texts: Sequence[Text]) -> None:
+    """Keep texts; the file appears whole or not at all."""
+    lengths = np.array([(len(text.prompt), len(text.answer)) for text in texts], np.int32)
+    ids = np.array([token for text in texts for token in (*text.prompt, *text.answer)], np.int32)
+    scratch = path.with_suffix(".part.npz")
+    np.savez_compressed(scratch, lengths=lengths, ids=ids)
+    scratch.replace(path)
+
+
+def read_texts(path: Path, vocab_size: int) -> list[Text]:
+    """The texts of a file.
+
+    Raises:
+        SystemExit: If a token is outside the vocabulary.
+    """
+    with np.load(path) as kept:
+        lengths, ids = kept["lengths"], kept["ids"].tolist()
+    if max(ids, default=0) >= vocab_size:
+        sys.exit(f"{path} has the token {max(ids)}; the model has {vocab_size} tokens")
+    texts, at = [], 0
+    for num_prompt, num_answer in lengths.tolist():
+        middle, end = at + num_prompt, at + num_prompt + num_answer
+        texts.append(Text(prompt=tuple(ids[at:middle]), answer=tuple(ids[middle:end])))
+        at = end
+    return texts
 
 
 # The head -----------------------------------------------------------------------------------------
@@ -470,37 +520,38 @@ def evaluate(
     )
     asked = {name: answer_requests(some, args.length) for name, some in prompts.items()}
     sizes = sizes_of(model, args, args.held_out_batch)
-    found: dict[str, list[tuple[float, DraftCounts, list[Completion]]]] = {}
+    engines = []
     for options in ({}, speculative.engine_options()):
-        config = choose_sizes(model, sizes | options, gpu_memory_utilization=0.6, draft_model=head)
-        engine = Engine(model, config, draft_model=head)
+        config = choose_sizes(model, sizes | options, gpu_memory_utilization=0.3, draft_model=head)
+        engine = Engine(model, config, draft_model=head if options else None)
         engine.compile(requests=[request for some in asked.values() for request in some])
-        for name, some in asked.items():
-            engine.generate(some[:2])
-            before = engine.stats().drafts.get(EAGLE3, DraftCounts())
-            begin_s = time.perf_counter()
-            made = engine.generate(some)
-            rate = sum(len(done.token_ids) for done in made) / (time.perf_counter() - begin_s)
-            counts = engine.stats().drafts.get(EAGLE3, DraftCounts()).since(before)
-            found.setdefault(name, []).append((rate, counts, made))
-        del engine
-    return all([_told(name, runs, args) for name, runs in found.items()])
+        engines.append(engine)
+    return all([_told(name, some, engines, args) for name, some in asked.items()])
 
 
 def _told(
-    name: str,
-    runs: Sequence[tuple[float, DraftCounts, list[Completion]]],
-    args: argparse.Namespace,
+    name: str, asked: Sequence[Request], engines: Sequence[Engine], args: argparse.Namespace
 ) -> bool:
-    """Print a run without the head and one with it; False if a bit differs."""
-    (rate, _, plain), (head_rate, counts, made) = runs
-    pairs = zip(plain, made, strict=True)
-    different = sum(one.digest() != other.digest() for one, other in pairs)
-    tokens = sum(len(done.token_ids) for done in made)
+    """Print an engine without the head and one with it, in turn; False if a bit differs."""
+    for engine in engines:
+        engine.generate(asked)  # warms up
+    before = engines[1].stats().drafts.get(EAGLE3, DraftCounts())
+    rates: list[list[float]] = [[], []]
+    for _ in range(args.rounds):
+        made = []
+        for engine, of_engine in zip(engines, rates, strict=True):
+            begin_s = time.perf_counter()
+            made.append(engine.generate(asked))
+            tokens = sum(len(done.token_ids) for done in made[-1])
+            of_engine.append(tokens / (time.perf_counter() - begin_s))
+    different = sum(one.digest() != other.digest() for one, other in zip(*made, strict=True))
+    counts = engines[1].stats().drafts.get(EAGLE3, DraftCounts()).since(before)
+    rate, head_rate = (statistics.median(of_engine) for of_engine in rates)
     print(
         f"{name}: {counts.acceptance:.3f} of drafts accepted, {counts.tokens_per_window:.2f} "
-        f"tokens a window, {rate:.0f} tokens/s without and {head_rate:.0f} with the head at "
-        f"batch {args.held_out_batch}, {different} of {len(made)} answers ({tokens} tokens) differ"
+        f"tokens a window, {rate:.0f} tokens/s without and {head_rate:.0f} with the head "
+        f"({head_rate / rate:.2f}) at batch {args.held_out_batch}, {different} of {len(asked)} "
+        f"answers ({tokens} tokens) differ"
     )
     return different == 0
 
@@ -513,6 +564,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a folder, an id or novels-6m")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the head")
     parser.add_argument("--prompts-file", type=Path, help="a prompt a line; none samples them")
+    parser.add_argument(
+        "--texts-file",
+        type=Path,
+        help=".npz of prompts and answers, read if it is there, else written",
+    )
     parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
     parser.add_argument("--prompts", type=int, default=2048, help="at most so many")
     parser.add_argument("--prompt-length", type=int, default=48, help="of a sampled prompt, tokens")
@@ -543,6 +599,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=32, help="prompts to draft for at the end")
     parser.add_argument("--held-out-batch", type=int, default=8, help="of them at once")
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs at the end; the median")
     parser.add_argument(
         "--answer-batch", type=int, default=0, help="answers at once; 0: 8, or 512 on a GPU"
     )
@@ -560,27 +617,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, profile=NumericsProfile(), backend=args.backend, dp=1, tp=1, max_len=args.length
     )
     note(f"{args.model}: {reason}")
-    engine = make_engine(model, args)
-    if args.prompts_file is not None:
-        prompts = file_prompts(args, tokenizer)
-    else:
-        prompts = own_prompts(engine, model, tokenizer, args)
-    note(f"{len(prompts)} prompts")
-    num_held_out = min(args.held_out, max(1, len(prompts) // 10))
-    texts = answer(engine, prompts, args.length)
-    of_held_out = set(prompts[:num_held_out])
-    held_out = [text for text in texts if text.prompt in of_held_out]
-    texts = [text for text in texts if text.prompt not in of_held_out]
-    del engine
-    gc.collect()  # and its cache
+    texts = make_texts(model, tokenizer, args)
+    num_held_out = min(args.held_out, max(1, len(texts) // 10))
+    held_out, texts = texts[:num_held_out], texts[num_held_out:]
     eagle = new_head(model, args)
     ids = frequent_tokens(texts, eagle)
     tensors = train(model, eagle, ids, texts, held_out, args)
     rounded = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_eagle_head(args.out, eagle, rounded, ids)
     note(f"written to {args.out}")
-    learned = [text.prompt for text in texts[:num_held_out]]
-    drafted_for = {"learned": learned, "held out": prompts[:num_held_out]}
+    some = {"learned": texts[:num_held_out], "held out": held_out}
+    drafted_for = {name: [text.prompt for text in of_name] for name, of_name in some.items()}
     return 0 if evaluate(model, drafted_for, args) else 3
 
 

@@ -27,6 +27,12 @@ minutes of wall time:
         --seconds 120 --batch-size 16 --eval-every 100 --dropout 0 --sum-lines 600000 \
         --sum-share 0.5 --sum-target 1.1 --count-share 0.2 --out novels-130m
 
+one of the same size that the bundled model can draft for, as both have one tokenizer:
+
+    python tools/train_tiny.py --corpus novels.txt.gz --size 130m --learning-rate 1e-3 \
+        --tokenizer detjax/models/bundled/novels-6m --seconds 120 --batch-size 16 \
+        --eval-every 100 --dropout 0 --out novels-130m
+
 and a trial of a few minutes on a laptop, which learns next to nothing:
 
     python tools/train_tiny.py --corpus novels.txt.gz --out trial --steps 20 --batch-size 4
@@ -371,10 +377,11 @@ class Data(NamedTuple):
 
 
 def prepare_data(args: argparse.Namespace, config: ModelConfig) -> tuple[Tokenizer, Data]:
-    """Train the tokenizer and encode everything, or take both from the cache folder."""
+    """Train or read the tokenizer and encode everything, or take both from the cache folder."""
     settings = f"{config.vocab_size} {args.seed} {args.sum_lines} {args.heldout_title}"
     settings += f" {args.count_share}" if args.count_share else ""
-    digest = hashlib.sha256(args.corpus.read_bytes() + settings.encode()).hexdigest()[:16]
+    given = (args.tokenizer / "tokenizer.json").read_bytes() if args.tokenizer else b""
+    digest = hashlib.sha256(args.corpus.read_bytes() + settings.encode() + given).hexdigest()[:16]
     tokenizer_file = args.cache / f"{digest}.tokenizer.json"
     data_file = args.cache / f"{digest}.npz"
     if data_file.exists():
@@ -391,8 +398,16 @@ def prepare_data(args: argparse.Namespace, config: ModelConfig) -> tuple[Tokeniz
         counted = [*sums, *count_documents(num_counts, args.seed)]
         order = np.random.default_rng([args.seed, 4]).permutation(len(counted))
         sums = [counted[i] for i in order]
-    note(f"training the tokenizer: {len(novels)} chapters, {len(sums)} documents of sums")
-    tokenizer = train_tokenizer([*novels, *sums[:2000]], config.vocab_size)
+    note(f"{len(novels)} chapters, {len(sums)} documents of sums")
+    if given:
+        tokenizer = Tokenizer.from_str(given.decode())
+        if tokenizer.get_vocab_size() != config.vocab_size:
+            sys.exit(
+                f"--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens; a model "
+                f"of this size has {config.vocab_size}"
+            )
+    else:
+        tokenizer = train_tokenizer([*novels, *sums[:2000]], config.vocab_size)
     data = Data(
         novels=encode_stream(novels, tokenizer),
         sums=encode_stream(sums, tokenizer),
@@ -1082,6 +1097,7 @@ def parse_args() -> argparse.Namespace:
     add("--size", choices=SIZES, default="6m", help="parameters of the model")
     add("--out", type=Path, default=Path("novels-6m"), help="folder to write; names the model")
     add("--cache", type=Path, default=Path(".train_cache"), help="folder for encoded text")
+    add("--tokenizer", type=Path, help="folder whose tokenizer.json is used; default: train one")
     add("--heldout-title", default="Howards End", help="line from which all text is held out; "
         "where the corpus has no such line, its last 2 %% is")  # fmt: skip
     add("--steps", type=int, default=8000, help="optimizer steps; 0 only encodes the text")

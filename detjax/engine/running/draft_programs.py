@@ -2,7 +2,8 @@
 """The programs of a draft model: a smaller model of the same vocabulary, whose tokens are verified.
 
 It shares slots, page tables and sampling parameters with the model that verifies: page p of one
-cache holds the tokens of page p of the other. Its kernels make no claim.
+cache holds the tokens of page p of the other. It runs by XLA's kernels, or by the engine's own where
+steps are quicker by these. Drafts make no claim either way.
 """
 
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ from detjax.engine.running.device_arrays import (
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose
-from detjax.models.fast import forward_fast, local_logits_fast
+from detjax.models.forward_paths import FORWARD_PATHS
 from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params
+from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
@@ -58,6 +60,9 @@ class DraftState:
     position: Any
     token: Any
 
+
+MOST_UNROLLED_LAYERS = 64
+"""Layers of all drafts of a window that a GPU runs without a loop, as one graph of launches."""
 
 DRAFT_SPECS = DraftState(pages=PAGES_SPEC, position=BY_ROW, token=BY_ROW)
 
@@ -84,6 +89,8 @@ class DraftPrograms:
             backend=model.backend,
             tp=model.mesh.shape[TP_AXIS],
         )
+        beats_xla = KERNELS[model.backend].steps_beat_xla
+        self._forward, self._local_logits = FORWARD_PATHS["invariant" if beats_xla else "fast"]
         num_slots = slots.place.shape[0]
         self.state = DraftState(
             pages=pages_shape(model, num_pages),
@@ -130,7 +137,7 @@ class DraftPrograms:
         is_token = step_idx < given.count[:, None]
         positions = jnp.where(is_token, given.start[:, None] + step_idx, -1)
         tokens = Tokens(ids=given.token_ids, positions=positions, page_table=given.page_table)
-        pages, _ = forward_fast(self._context, params, tables, state.pages, tokens)
+        pages, _ = self._forward(self._context, params, tables, state.pages, tokens)
         last = jnp.maximum(given.count - 1, 0)
         token = jnp.take_along_axis(given.token_ids, last[:, None], axis=1)[:, 0]
         return DraftState(
@@ -167,7 +174,11 @@ class DraftPrograms:
             window = window.at[place(offset)].set(choice[:, 0], mode="drop")
             return pages, window, results.at[:, i].set(choice)
 
-        pages, window, results = lax.fori_loop(1, key.length, next_draft, (pages, window, results))
+        num_layers = self.model.config.num_layers * (key.length - 1)
+        unroll = num_layers <= MOST_UNROLLED_LAYERS and self.model.backend.platform == "gpu"
+        carry = pages, window, results
+        carry = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
+        pages, window, results = carry
         state = DraftState(
             pages=pages,
             position=state.position.at[slot].set(start, mode="drop"),
@@ -192,8 +203,8 @@ class DraftPrograms:
         tokens = Tokens(ids=ids, positions=at, page_table=page_table)
         wanted = jnp.full(len(ids), ids.shape[1] - 1, jnp.int32) if ids.shape[1] > 1 else None
         ctx = self._context
-        pages, hidden = forward_fast(ctx, params, tables, pages, tokens, wanted=wanted)
-        logits = local_logits_fast(ctx, params, hidden[:, 0])
+        pages, hidden = self._forward(ctx, params, tables, pages, tokens, wanted=wanted)
+        logits = self._local_logits(ctx, params, hidden[:, 0])
         # The noise of the token that will be verified: where both models agree on the likely
         # tokens, they choose the same one at any temperature.
         choice = choose(
