@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Tokens a second without drafts and with each source of drafts, and whether a bit differs.
+r"""Tokens a second with each source of drafts and without, in turn, and whether a bit differs.
 
 python -m benchmarks.speculation --out speculation.jsonl
 python -m benchmarks.speculation --model FOLDER_OR_ID --draft FOLDER_OR_ID --prompts-file FILE.txt
@@ -70,6 +70,8 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing.eagle import dummy_eagle, dummy_ids
 from detjax.testing.quantized import quantized_model
+
+HOST_DRAFTS = "ngram", "suffix"
 
 _ADDS = {"o", "o_bias", "down", "expert_down"}
 """Weights of a layer whose products are added to the residual stream."""
@@ -195,9 +197,11 @@ def make_engine(
         )
         options |= speculative.engine_options()
         drafters = speculative.drafters()
+    # Pages for its sequences alone: the engine without drafts stays beside it.
+    pages = batch * -(-args.max_len // subject.model.profile.attention_block)
     config = EngineConfig(
         batch_size=batch, prefill_chunk=min(512, args.max_len), max_len=args.max_len,
-        self_check="off", **options,
+        num_pages=pages, self_check="off", **options,
     )  # fmt: skip
     return Engine(
         subject.model, config, candidates=candidates, drafters=drafters, draft_model=draft
@@ -240,30 +244,25 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
     prompt, model = subject.prompts[0], subject.model
     sampling = SamplingParams(max_tokens=args.tokens, temperature=0.0)
     asked = [Request(prompt_token_ids=prompt, sampling=sampling)] * batch
-    expected, base, is_right, candidates = None, 0.0, True, keep_candidates
-    for method, head in (("none", None), (EAGLE3, subject.drafts["replayed"])):
-        engine = make_engine(subject, args, batch, method, head, candidates=candidates)
-        engine.compile(requests=asked)
-        answers = engine.generate(asked)  # also warms up
-        expected = expected or answers
-        rate = statistics.median(rate_of(engine, asked) for _ in range(args.rounds))
-        base = rate if method == "none" else base
-        pairs = zip(answers, expected, strict=True)
-        different = sum(one.digest() != other.digest() for one, other in pairs)
-        counts = engine.stats().drafts.get(method, DraftCounts())
-        rows.keep(
-            subject="speculation", source=method, draft="replayed", batch=batch,
-            drafts=0 if method == "none" else args.drafts, is_adaptive=args.adaptive,
-            head_weights="" if head is None else args.head_weights,
-            tokens_per_s=rate, ratio_to_none=rate / base, acceptance=counts.acceptance,
-            tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
-        )  # fmt: skip
-        is_right &= different == 0
-        candidates = replayed(
-            prompt, expected[0].token_ids, share=args.replay, vocab_size=model.config.vocab_size
-        )
-        del engine
-    return is_right
+    plain = make_engine(subject, args, batch, "none", None)
+    expected = warmed_up(plain, asked)
+    candidates = replayed(
+        prompt, expected[0].token_ids, share=args.replay, vocab_size=model.config.vocab_size
+    )
+    head = subject.drafts["replayed"]
+    engine = make_engine(subject, args, batch, EAGLE3, head, candidates=candidates)
+    answers = warmed_up(engine, asked)
+    before = engine.stats().drafts[EAGLE3]
+    base, rate = rates_in_turn((plain, engine), asked, args.rounds)
+    counts = engine.stats().drafts[EAGLE3].since(before)
+    different = num_different(answers, expected)
+    rows.keep(
+        subject="speculation", source=EAGLE3, draft="replayed", batch=batch, drafts=args.drafts,
+        is_adaptive=args.adaptive, head_weights=args.head_weights, tokens_per_s=rate,
+        none_tokens_per_s=base, ratio_to_none=rate / base, acceptance=counts.acceptance,
+        tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
+    )  # fmt: skip
+    return different == 0
 
 
 type Source = tuple[str, str, AnyDraftModel | None]
@@ -272,7 +271,7 @@ type Source = tuple[str, str, AnyDraftModel | None]
 
 def sources_of(subject: Subject, mode: str) -> list[Source]:
     """What drafts in a mode."""
-    own = ("ngram", "suffix") if mode == "invariant" else OWN_DRAFT_WEIGHTS
+    own = HOST_DRAFTS if mode == "invariant" else OWN_DRAFT_WEIGHTS
     sources: list[Source] = [(name, "", None) for name in own]
     return sources + [
         (EAGLE3 if isinstance(draft, DraftHead) else DRAFT_MODEL, name, draft)
@@ -284,41 +283,40 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
     """Time every source on the same requests; False if a bit differs where none may."""
     heats = args.temperature or [None]
     asked = {heat: requests_of(subject, args, args.requests or batch, heat) for heat in heats}
-    engine = make_engine(subject, args, batch, "none", None)
-    plain = {heat: timed(engine, some, args.rounds) for heat, some in asked.items()}
-    del engine
-    common = {"subject": "speculation", "batch": batch, "is_adaptive": args.adaptive}
-    for heat, (answers, rate) in plain.items():
-        rows.keep(
-            source="none", draft="", head_weights="", is_control=False, mode="invariant",
-            temperature=heat, drafts=0,
-            tokens_per_s=rate, ratio_to_none=1.0, acceptance=0.0, tokens_per_window=0.0,
-            different=0, answers=len(answers), tokens=sum(len(a.token_ids) for a in answers),
-            **common,
-        )  # fmt: skip
+    every = [request for some in asked.values() for request in some]
+    plain = make_engine(subject, args, batch, "none", None)
+    plain.compile(requests=every)
+    expected = {heat: warmed_up(plain, some) for heat, some in asked.items()}
     results = []
     for mode in args.mode:
-        sources = [(*source, False) for source in sources_of(subject, mode)]
-        sources += [(*sources[-1][:3], True)] * args.control
+        sources = [
+            (*source, False)
+            for source in sources_of(subject, mode)
+            if args.sources is None or source[0] in args.sources
+        ]
+        sources += [(*source[:3], True) for source in sources[-1:]] * args.control
         for method, name, draft, is_unseen in sources:
             with committing_unseen() if is_unseen else contextlib.nullcontext():
                 engine = make_engine(subject, args, batch, method, draft, mode=mode)
-                engine.compile(requests=[request for some in asked.values() for request in some])
-            for heat, (expected, base) in plain.items():
+                engine.compile(requests=every)
+            for heat, some in asked.items():
+                answers = warmed_up(engine, some)
                 before = engine.stats().drafts.get(method, DraftCounts())
-                answers, rate = timed(engine, asked[heat], args.rounds)
-                pairs = list(zip(answers, expected, strict=True))
-                different = sum(one.digest() != other.digest() for one, other in pairs)
+                base, rate = rates_in_turn((plain, engine), some, args.rounds)
                 counts = engine.stats().drafts.get(method, DraftCounts()).since(before)
+                different = num_different(answers, expected[heat])
+                pairs = zip(answers, expected[heat], strict=True)
                 rows.keep(
+                    subject="speculation", batch=batch, is_adaptive=args.adaptive,
                     source=method, draft=name,
                     head_weights=args.head_weights if isinstance(draft, DraftHead) else "",
-                    is_control=is_unseen, mode=mode, temperature=heat,
-                    drafts=args.drafts, tokens_per_s=rate, ratio_to_none=rate / max(base, 1e-9),
-                    acceptance=counts.acceptance, tokens_per_window=counts.tokens_per_window,
+                    is_control=is_unseen, mode=mode, temperature=heat, drafts=args.drafts,
+                    tokens_per_s=rate, none_tokens_per_s=base,
+                    ratio_to_none=rate / max(base, 1e-9), acceptance=counts.acceptance,
+                    tokens_per_window=counts.tokens_per_window,
                     different=different, answers=len(answers),
                     different_tokens=sum(one.token_ids != other.token_ids for one, other in pairs),
-                    tokens=sum(len(a.token_ids) for a in answers), **common,
+                    tokens=sum(len(a.token_ids) for a in answers),
                 )  # fmt: skip
                 results.append((different > 0) is is_unseen)
             del engine
@@ -341,13 +339,27 @@ def committing_unseen() -> Iterator[None]:
         programs_module.commit_window = checked
 
 
-def timed(engine: Engine, asked: Sequence[Request], rounds: int) -> tuple[list[Completion], float]:
-    """The answers, and the median rate of some rounds more."""
+def warmed_up(engine: Engine, asked: Sequence[Request]) -> list[Completion]:
+    """The answers of an engine, which has compiled and run everything then."""
     engine.compile(requests=asked)
-    answers = engine.generate(asked)  # also warms up
-    if not rounds:
-        return answers, 0.0
-    return answers, statistics.median(rate_of(engine, asked) for _ in range(rounds))
+    return engine.generate(asked)
+
+
+def num_different(answers: Sequence[Completion], expected: Sequence[Completion]) -> int:
+    """Answers with another bit than what was expected."""
+    pairs = zip(answers, expected, strict=True)
+    return sum(one.digest() != other.digest() for one, other in pairs)
+
+
+def rates_in_turn(
+    engines: tuple[Engine, Engine], asked: Sequence[Request], rounds: int
+) -> tuple[float, float]:
+    """The median rate of each of two engines, which answer in turn; 0 without rounds."""
+    rates = [[rate_of(engine, asked) for engine in engines] for _ in range(rounds)]
+    if not rates:
+        return 0.0, 0.0
+    base, rate = (statistics.median(of_engine) for of_engine in zip(*rates, strict=True))
+    return base, rate
 
 
 def rate_of(engine: Engine, asked: Sequence[Request]) -> float:
@@ -372,6 +384,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", type=int, default=2, help="of the draft model of random weights"
     )
+    parser.add_argument(
+        "--sources", nargs="+", help="of those that can draft, time these, as `method` names them",
+        choices=[*HOST_DRAFTS, *OWN_DRAFT_WEIGHTS, DRAFT_MODEL, EAGLE3],
+    )  # fmt: skip
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.3, 1.0])
     parser.add_argument("--replay", type=float, help="how often a draft is right, from 0 to 1")
     parser.add_argument(

@@ -10,10 +10,11 @@ The model answers prompts greedily: lines of a file, or texts that it samples it
 temperature 1 (of a chat model, questions behind the opening of a user's turn; Xu et al. 2024,
 arXiv:2406.08464). The head learns the model's distributions over the tokens of these answers, in
 several steps of its own (training-time test, Li et al. 2025, arXiv:2503.01840). Its last matrix
-begins as rows of the model's. `--texts-file` keeps the answers for the next head. Some prompts are held out. At the end the engine drafts for them with
+begins as rows of the model's. Some prompts are held out. At the end the engine drafts for them with
 the head that was written, and prints the acceptance and whether a bit differs; before that for as
 many prompts of the training, which tells a head that has learned little from one that has learned
-by heart. `--out` has SGLang's form, which `--speculative-config` reads.
+by heart. `--out` has SGLang's form, which `--speculative-config` reads. `--texts-file` keeps the
+answers for the next head.
 
 This is a trainer, not the canonical path: its arithmetic makes no claim. Needs one device.
 """
@@ -533,18 +534,17 @@ def _told(
     name: str, asked: Sequence[Request], engines: Sequence[Engine], args: argparse.Namespace
 ) -> bool:
     """Print an engine without the head and one with it, in turn; False if a bit differs."""
-    for engine in engines:
-        engine.generate(asked)  # warms up
+    plain, made = (engine.generate(asked) for engine in engines)  # also warms up
+    tokens = sum(len(done.token_ids) for done in made)
     before = engines[1].stats().drafts.get(EAGLE3, DraftCounts())
     rates: list[list[float]] = [[], []]
     for _ in range(args.rounds):
-        made = []
         for engine, of_engine in zip(engines, rates, strict=True):
             begin_s = time.perf_counter()
-            made.append(engine.generate(asked))
-            tokens = sum(len(done.token_ids) for done in made[-1])
+            engine.generate(asked)
             of_engine.append(tokens / (time.perf_counter() - begin_s))
-    different = sum(one.digest() != other.digest() for one, other in zip(*made, strict=True))
+    pairs = zip(plain, made, strict=True)
+    different = sum(one.digest() != other.digest() for one, other in pairs)
     counts = engines[1].stats().drafts.get(EAGLE3, DraftCounts()).since(before)
     rate, head_rate = (statistics.median(of_engine) for of_engine in rates)
     print(

@@ -2,8 +2,8 @@
 """The programs of a draft model: a smaller model of the same vocabulary, whose tokens are verified.
 
 It shares slots, page tables and sampling parameters with the model that verifies: page p of one
-cache holds the tokens of page p of the other. It runs by XLA's kernels, or by the engine's own where
-steps are quicker by these. Drafts make no claim either way.
+cache holds the tokens of page p of the other. It runs by the engine's own kernels where steps are
+quicker by these, and by XLA's elsewhere. Its drafts make no claim either way.
 """
 
 from dataclasses import dataclass
