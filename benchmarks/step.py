@@ -142,6 +142,10 @@ MODELS = {
     "gpt_oss_20b": _published(
         "GptOssForCausalLM", num_local_experts=32, num_hidden_layers=24
     ),
+    "smollm2_135m": _config(
+        vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3,
+        head_dim=64, intermediate_size=1536,
+    ),
     # What `tools/train_tiny.py` trains.
     "novels_130m": _config(
         vocab_size=4096, hidden_size=1024, num_layers=8, num_heads=8, num_kv_heads=4,
