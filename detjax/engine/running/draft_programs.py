@@ -61,9 +61,6 @@ class DraftState:
     token: Any
 
 
-MOST_UNROLLED_LAYERS = 64
-"""Layers of all drafts of a window that a GPU runs without a loop, as one graph of launches."""
-
 DRAFT_SPECS = DraftState(pages=PAGES_SPEC, position=BY_ROW, token=BY_ROW)
 
 
@@ -174,11 +171,7 @@ class DraftPrograms:
             window = window.at[place(offset)].set(choice[:, 0], mode="drop")
             return pages, window, results.at[:, i].set(choice)
 
-        num_layers = self.model.config.num_layers * (key.length - 1)
-        unroll = num_layers <= MOST_UNROLLED_LAYERS and self.model.backend.platform == "gpu"
-        carry = pages, window, results
-        carry = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
-        pages, window, results = carry
+        pages, window, results = lax.fori_loop(1, key.length, next_draft, (pages, window, results))
         state = DraftState(
             pages=pages,
             position=state.position.at[slot].set(start, mode="drop"),
