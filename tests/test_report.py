@@ -759,6 +759,13 @@ def test_a_claim_has_the_rows_of_the_last_commit_of_the_last_day(write):
     assert of_claim("batch-invariant")["GPU"] == "H100"
 
 
+def test_a_newer_run_of_something_else_hides_no_evidence(write):
+    write("production", produced("a", mode="dvr", windows=3, rollbacks=1))
+    write("production", produced("b", date="2026-01-03"), date="2026-01-03")
+    assert of_claim("dvr")["date"] == "2026-01-02"
+    assert of_claim("batch-invariant")["date"] == "2026-01-03"
+
+
 @pytest.mark.parametrize("name", ["different", "self_check_differences"])
 def test_a_row_in_which_a_bit_differs_is_refused(write, name):
     write("production", produced("a"), produced("b", **{name: 1}))

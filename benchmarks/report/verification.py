@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.report import rows as committed
 from benchmarks.report.mesh import BITS, read_impl
-from benchmarks.report.rows import GPUS, listed, model_name, rows, table
+from benchmarks.report.rows import GPUS, listed, model_name, runs, table
 
 NOT_RUN = "not run on a GPU"
 
@@ -43,17 +43,18 @@ class Evidence:
     is_of_one_commit: bool = True
 
     def newest(self) -> list[dict]:
-        """The newest rows of all kinds of GPU; none if there is none.
+        """Rows of the newest run that is about the claim, of all kinds of GPU; none if there is none.
 
         Raises:
             ValueError: If something differs in one of them.
         """
-        found = [
-            row
-            for folder in self.folders
-            for row in rows(self.command, self.subject, folder)
-            if self.counts(row)
-        ]
+        found: list[dict] = []
+        for folder in self.folders:
+            of_runs = (
+                [row for row in run if self.counts(row)]
+                for run in runs(self.command, self.subject, folder)
+            )
+            found += next(filter(None, of_runs), [])
         if not found:
             return []
         last = max(found, key=lambda row: row["date"])  # the first of equals
