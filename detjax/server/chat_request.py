@@ -188,7 +188,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def names(self) -> dict[str, str]:
         """What this request calls what the library names otherwise."""
-        has_other = self.max_completion_tokens is not None
+        has_other = self.max_completion_tokens is not None and self.max_tokens is None
         return super().names() | ({"max_tokens": "max_completion_tokens"} if has_other else {})
 
     def variables(self) -> dict[str, Any]:

@@ -207,30 +207,34 @@ class RequestReader:
         self, prompts: Sequence[str | TokenIds], asked: CompletionRequest
     ) -> list[EnginePrompt]:
         """The prompts as tokens, checked; those that are texts are read together."""
-        given = iter([self._taken(p, asked) for p in prompts if not isinstance(p, str)])
-        encoded = await self.encode(
-            [prompt for prompt in prompts if isinstance(prompt, str)],
-            is_raw=not asked.add_special_tokens,
-        )
-        of_text = iter([self._taken(ids, asked) for ids in encoded])
-        taken = [next(of_text if isinstance(prompt, str) else given) for prompt in prompts]
+        places = [f"prompt[{i}]" if len(prompts) > 1 else "" for i in range(len(prompts))]
+        taken = {
+            i: self._taken(prompt, asked, places[i])
+            for i, prompt in enumerate(prompts)
+            if not isinstance(prompt, str)
+        }
+        texts = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
+        encoded = await self.encode(list(texts.values()), is_raw=not asked.add_special_tokens)
+        for i, ids in zip(texts, encoded, strict=True):
+            taken[i] = self._taken(ids, asked, places[i])
+        all_ids = [taken[i] for i in range(len(prompts))]
         if not asked.echo:
-            return [EnginePrompt(token_ids=ids) for ids in taken]
+            return [EnginePrompt(token_ids=ids) for ids in all_ids]
         is_whole = asked.truncate_prompt_tokens is None
         echoes: list[str | None] = [
             prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts
         ]
-        unread = [ids for ids, echo in zip(taken, echoes, strict=True) if echo is None]
-        texts = iter(await self._service.texts.decode(unread))
+        unread = [ids for ids, echo in zip(all_ids, echoes, strict=True) if echo is None]
+        decoded = iter(await self._service.texts.decode(unread))
         return [
-            EnginePrompt(token_ids=ids, echo=next(texts) if echo is None else echo)
-            for ids, echo in zip(taken, echoes, strict=True)
+            EnginePrompt(token_ids=ids, echo=next(decoded) if echo is None else echo)
+            for ids, echo in zip(all_ids, echoes, strict=True)
         ]
 
-    def _taken(self, ids: Sequence[int], asked: CompletionRequest) -> tuple[int, ...]:
-        """What is taken of a prompt, checked."""
+    def _taken(self, ids: Sequence[int], asked: CompletionRequest, place: str) -> tuple[int, ...]:
+        """What is taken of a prompt, checked; `place` names one of several."""
         kept = self._kept(tuple(ids), asked, asked.max_tokens)
-        self._service.check_prompt(kept, asked.max_tokens)
+        self._service.check_prompt(kept, asked.max_tokens, place=place)
         return kept
 
     def _kept(

@@ -201,6 +201,8 @@ _NAMES = {
 """What a response calls the fields of the chat completion that answers it."""
 
 _PLACE = re.compile(r"^messages\[(\d+)\]")
+_LENGTH = re.compile(r"\bmax_tokens(?=[=,]|$)")
+_TOOL = re.compile(r"^(tools\[\d+\])\.function(?=\.)")
 
 
 @contextlib.contextmanager
@@ -220,8 +222,8 @@ def error_as_asked(error: RefusedError, asked: ResponsesRequest) -> RefusedError
         index = int(found[1])
         return places[index] if index < len(places) else "input"
 
-    message = _PLACE.sub(place, str(error))
-    field = _PLACE.sub(place, error.field)
+    message = _LENGTH.sub(_NAMES["max_tokens"], _PLACE.sub(place, str(error)))
+    message, field = _TOOL.sub(r"\1", message), _TOOL.sub(r"\1", _PLACE.sub(place, error.field))
     if (name := _NAMES.get(field)) is not None:
         message, field = message.replace(field, name), name
     return RefusedError(message, status=error.status, code=error.code, field=field)
@@ -233,6 +235,17 @@ def _function(index: int, tool: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError(
             f"tools[{index}].type={tool.get('type')!r:.80} is not supported: 'function' is",
             field=f"tools[{index}].type",
+        )
+    if tool.get("function") is not None:
+        raise RefusedError(
+            f"tools[{index}].function is of chat completions: a tool of a response has its name, "
+            "description and parameters beside its type",
+            field=f"tools[{index}].function",
+        )
+    if not isinstance(name := tool.get("name"), str):
+        raise RefusedError(
+            f"tools[{index}].name={name!r:.80} must be the name of a function, as text",
+            field=f"tools[{index}].name",
         )
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
@@ -259,7 +272,12 @@ def _message(index: int, item: dict[str, Any]) -> dict[str, Any]:
         raise RefusedError(f"{where} has {sorted(unknown)!r:.200}: leave it out", field="input")
     match kind:
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not isinstance(name := item.get("name"), str):
+                raise RefusedError(
+                    f"{where}.name={name!r:.80} must be the name of a function, as text",
+                    field=f"{where}.name",
+                )
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             return {"role": "assistant", "content": None, "tool_calls": [call]}
         case "function_call_output":
@@ -280,11 +298,16 @@ def _text(where: str, content: Any) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise RefusedError(f"{where} must be text, or parts of text", field="input")
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        if not is_text or not isinstance(part.get("text"), str):
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in TEXT_PARTS:
             raise RefusedError(
-                f"{where} has a part that is no text: only text is supported", field="input"
+                f"{where}[{i}] is of type {kind!r:.80}: only {', '.join(TEXT_PARTS)} are supported",
+                field=f"{where}[{i}]",
+            )
+        if not isinstance(text := part.get("text"), str):
+            raise RefusedError(
+                f"{where}[{i}].text is {text!r:.80}; give text", field=f"{where}[{i}].text"
             )
     return "".join(part["text"] for part in parts)
 

@@ -227,8 +227,15 @@ class Service:
             )
         return asked
 
-    def check_prompt(self, token_ids: Sequence[int], max_tokens: int | None) -> int:
+    def check_prompt(
+        self, token_ids: Sequence[int], max_tokens: int | None, *, place: str = ""
+    ) -> int:
         """How many tokens the answer may have.
+
+        Args:
+            token_ids: Of the prompt.
+            max_tokens: Of the answer; None is as many as fit.
+            place: Of the prompt in the request, if it is one of several.
 
         Raises:
             RefusedError: If the prompt is empty or too long, with the numbers, or has unknown ids.
@@ -236,14 +243,13 @@ class Service:
         limits = self.model.limits
         room = limits.max_len - len(token_ids)
         wanted = max(room, 1) if max_tokens is None else max_tokens
+        field = place or "prompt"
         try:
-            limits.check_prompt(token_ids, "the prompt", num_wanted=wanted)
+            limits.check_prompt(token_ids, place or "the prompt", num_wanted=wanted)
         except PromptTooLongError as error:
-            raise RefusedError(
-                str(error), code="context_length_exceeded", field="prompt"
-            ) from error
+            raise RefusedError(str(error), code="context_length_exceeded", field=field) from error
         except ValueError as error:
-            raise RefusedError(str(error), field="prompt") from error
+            raise RefusedError(str(error), field=field) from error
         return wanted
 
     async def stream(

@@ -94,14 +94,42 @@ def test_neutral_fields_and_nulls_change_nothing(client):
         ("/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ("/responses", {"input": [{"type": {"a": 1}}]}, "input"),
-        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].tool_calls[0].function"),
+        ("/responses", {"input": [{"type": "function_call"}]}, "input[0].name"),
+        ("/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"},
+         {"type": "input_image"}]}]}, "input[0].content[1]"),
+        ("/responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+         "input[0].content[0].text"),
+        ("/responses", {"input": "x", "tools": [{"type": "function", "function": {}}]},
+         "tools[0].function"),
+        ("/responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ("/responses", {"input": "x", "tools": [{"type": "function", "name": "f",
+         "parameters": 5}]}, "tools[0].parameters"),
         ("/responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ("/completions", {"prompt": ["x", []]}, "prompt[1]"),
+        ("/completions", {"prompt": ["x", [5], "sea " * 300]}, "prompt[2]"),
+        ("/completions", {"prompt": ["x", [99999]]}, "prompt[1]"),
+        ("/completions", {"prompt": [[]]}, "prompt"),
     ],
-)
+)  # fmt: skip
 def test_an_error_names_the_field_as_it_was_asked(client, path, fields, param):
     with pytest.raises(openai.BadRequestError) as refused:
         client.post(path, body={"model": "small"} | fields, cast_to=object)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        ("/completions", {"prompt": "x"}, "max_tokens"),
+        ("/chat/completions", {"messages": HI}, "max_tokens"),
+        ("/chat/completions", {"messages": HI}, "max_completion_tokens"),
+        ("/responses", {"input": "x"}, "max_output_tokens"),
+    ],
+)
+def test_an_answer_that_is_too_long_is_told_which_field_to_lower(client, path, fields, limit):
+    with pytest.raises(openai.BadRequestError, match=f"or lower {limit}$") as refused:
+        client.post(path, body={"model": "small", limit: 10**6} | fields, cast_to=object)
+    assert refused.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -399,7 +427,8 @@ def test_two_names_of_one_limit_may_say_the_same(client):
     asked = {"model": "small", "messages": HI, "max_tokens": 3}
     answer = client.chat.completions.create(**asked, max_completion_tokens=3)
     assert answer.usage.completion_tokens <= 3
-    with pytest.raises(openai.BadRequestError, match="max_completion_tokens=4") as refused:
+    says = "max_tokens=3 and max_completion_tokens=4"
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
         client.chat.completions.create(**asked, max_completion_tokens=4)
     assert refused.value.param == "max_tokens"
 
