@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know the names
     from detjax.engine.replicated_engine import ReplicatedEngine
     from detjax.engine.requests.request import Request
     from detjax.engine.requests.sampling_params import SamplingParams
+    from detjax.engine.sampling.structured_output import StructuredOutput
     from detjax.llm import LLM
     from detjax.models.bundled import bundled_model_path
     from detjax.models.loading import load_model
@@ -49,6 +50,7 @@ _HOME = {
     "ReplicatedEngine": "detjax.engine.replicated_engine",
     "Request": "detjax.engine.requests.request",
     "SamplingParams": "detjax.engine.requests.sampling_params",
+    "StructuredOutput": "detjax.engine.sampling.structured_output",
     "Tokenizer": "detjax.models.tokenizer",
     "bundled_model_path": "detjax.models.bundled",
     "choose_backend": "detjax.pallas_kernels.backend_choice",
@@ -72,6 +74,7 @@ __all__ = [
     "ReplicatedEngine",
     "Request",
     "SamplingParams",
+    "StructuredOutput",
     "Tokenizer",
     "bundled_model_path",
     "choose_backend",

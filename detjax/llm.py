@@ -405,7 +405,13 @@ class LLM:
 
         Raises:
             ValueError: If the answer is not canonical, or it cannot be told which weights made it.
+            TypeError: If it is no answer.
         """
+        if not isinstance(output, CompletionOutput):
+            raise TypeError(
+                f"a receipt is of one answer, a CompletionOutput, not {type(output).__name__}; of "
+                "what generate gives for a prompt, give one of its outputs, as outputs[0]"
+            )
         history = self.engine.weight_history
         made_by = history.index_of(output.completion.weight_version)
         identity = self._identifier.identity(history.current)

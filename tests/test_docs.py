@@ -223,6 +223,8 @@ def test_options_that_stand_for_those_of_vllm_exist():
         for name in re.findall(r"`(\w+)`", line.strip("| ").split(" | ")[1])
     }
     assert len(used) > 20 and used <= fields, used - fields
+    made = {name for name in re.findall(r"`(?:detjax\.)?([A-Z]\w+)\(", text)}
+    assert made and made <= set(detjax.__all__), made
 
 
 @functools.cache

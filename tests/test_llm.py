@@ -832,6 +832,7 @@ def test_a_dropped_model_frees_weights_and_cache_at_once(folder):
         (lambda llm: llm.generate(None), "prompts is None; give a text, token ids, or a list"),
         (lambda llm: llm.generate({"prompt": "hi"}), "prompts is {'prompt': 'hi'}; give a text"),
         (lambda llm: llm.generate(["a", {"prompt": "hi"}]), "prompt 1 is neither a text nor"),
+        (lambda llm: llm.generate([{5: 6}]), "prompt 0 is neither .*={5: 6} must be a sequence"),
         (lambda llm: llm.generate("a", {"max_tokens": 3}), "sampling has {'max_tokens': 3}; give"),
         (lambda llm: llm.generate(["a"], [{"n": 3}]), "sampling has {'n': 3}; give Sampling"),
         (lambda llm: llm.generate("a\ud800"), "character 2 of the text is half of a surrogate"),
@@ -844,3 +845,9 @@ def test_a_dropped_model_frees_weights_and_cache_at_once(folder):
 def test_what_is_no_prompt_is_named(toy, untyped, ask, says):
     with pytest.raises(ValueError, match=says):
         ask(toy)
+
+
+def test_a_receipt_of_what_is_no_answer_says_where_the_answers_are(toy, untyped):
+    (out,) = toy.generate("one", GREEDY)
+    with pytest.raises(TypeError, match="not PromptOutput; .*as outputs.0.$"):
+        toy.receipt(out)

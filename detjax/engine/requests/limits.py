@@ -69,8 +69,8 @@ def token_ids_of(name: str, values: Any, most: int | None = None) -> tuple[int, 
 
     Long prompts come here: no Python loop where all is well.
     """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={values!r} must be a sequence of integers")
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r:.80} must be a sequence of integers")
     ids = tuple(values)
     if most is not None and len(ids) > most:
         raise ValueError(f"{name}={ids[:3]}... has {len(ids)} tokens, more than {most}")
