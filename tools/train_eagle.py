@@ -473,13 +473,15 @@ def train(
     optimiser, update, measure = make_update(model, eagle, ids, args)
     tensors = first_tensors(model, eagle, ids, args.seed)
     state = optimiser.init(tensors)
-    begin_s, seconds = time.perf_counter(), args.seconds
+    begin_s, seconds, loss = time.perf_counter(), args.seconds, None
     columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[told]}")
     with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as bar:
         task = bar.add_task("training", total=args.steps, told="")
         for step, (tokens, labels) in enumerate(batches(texts, ids, eagle, args), start=1):
             features, last = states_of(tokens)
             given = {"features": features, "last": last, "tokens": tokens, "labels": labels}
+            # WHY: a step is only launched, so the clock would tell how long launches take.
+            jax.block_until_ready(loss)
             spent_s = time.perf_counter() - begin_s if step > 1 else 0.0
             progress = min(1.0, max(step / args.steps, spent_s / seconds))
             given["rate"] = rate_of(args, step, progress)

@@ -2,6 +2,7 @@
 """The trainer of EAGLE-3 heads computes what the engine drafts, and writes a head that it reads."""
 
 import dataclasses
+import itertools
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,3 +97,43 @@ def test_a_head_is_trained_written_and_drafts_without_a_changed_bit(tool, tmp_pa
     model = dummy_model(dummy_config(vocab_size=4096, hidden_size=256, num_layers=5))
     read = load_eagle_head(str(tmp_path / "head"), model=model).head_config
     assert read.draft_vocab_size == 1000 and read.feature_layers == (1, 2, 4)
+
+
+class Launched:
+    """The loss of a step that takes a second once somebody waits for it."""
+
+    def __init__(self, clock: list[float]):
+        self.clock, self.is_done = clock, False
+
+    def block_until_ready(self) -> "Launched":
+        self.clock[0] += not self.is_done
+        self.is_done = True
+        return self
+
+    def __float__(self) -> float:
+        self.block_until_ready()
+        return 0.0
+
+
+def test_training_ends_when_its_seconds_are_over(tool, monkeypatch):
+    """Steps are launched and not waited for, so a clock read between them would stand still."""
+    clock, steps = [0.0], []
+
+    def update(tensors, state, given):
+        steps.append(given["rate"])
+        return tensors, state, Launched(clock), [0.0]
+
+    names = tool.train.__globals__
+    monkeypatch.setitem(names, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setitem(names, "_BEGIN_S", 0.0)
+    monkeypatch.setitem(names, "text_states", lambda *_: lambda tokens: (tokens, tokens))
+    optimiser = SimpleNamespace(init=lambda tensors: None)
+    monkeypatch.setitem(names, "make_update", lambda *_: (optimiser, update, None))
+    monkeypatch.setitem(names, "first_tensors", lambda *_: {})
+    monkeypatch.setitem(names, "batches", lambda *_: itertools.repeat((None, None)))
+    monkeypatch.setitem(names, "rate_of", lambda args, step, progress: progress)
+    args = SimpleNamespace(
+        batch_size=1, length=8, seed=0, steps=1000, seconds=5.0, end_by=float("inf")
+    )
+    tool.train(None, SimpleNamespace(feature_layers=()), None, (), (), args)
+    assert steps == pytest.approx([0.001, 0.002, 0.2, 0.4, 0.6, 0.8, 1.0])
