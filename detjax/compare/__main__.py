@@ -23,8 +23,9 @@ from detjax.compare.comparison import Comparison, Scores, compare
 
 EPILOG = f"""\
 A and B are files of JSON lines, or addresses of servers with OpenAI's API.
-A line is an answer: of python -m detjax.generate --format jsonl, a response of OpenAI's API, or an
-object with `text`. Answers are paired by `id`, else by prompt and sequence, else by line.
+A line is an answer: of python -m detjax.generate --format jsonl or detjax.run_batch, a response of
+OpenAI's API, or an object with `text`. Answers are paired by `id` (of a batch `custom_id`), else by
+prompt and sequence, else by line.
 
 examples:
   python -m detjax.compare old.jsonl new.jsonl

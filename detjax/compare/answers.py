@@ -36,7 +36,7 @@ class ComparedAnswer:
 
 
 def read_answers(path: Path, score: str | None) -> list[ComparedAnswer]:
-    """Read a file: lines of `detjax.generate --format jsonl`, of OpenAI's API, or with `text`.
+    """Read a file: of `detjax.generate --format jsonl`, of OpenAI's API or its batches, or `text`.
 
     Args:
         path: Of the file.
@@ -52,19 +52,23 @@ def read_answers(path: Path, score: str | None) -> list[ComparedAnswer]:
         raise InputError(f"{path}: {error.strerror or error}") from error
     if not lines:
         raise InputError(f"{path} has no answers; each line is one as JSON")
-    found = [_read(line, f"{path}, line {i + 1}", i, score) for i, line in enumerate(lines)]
+    found = [
+        (i, answer)
+        for i, line in enumerate(lines)
+        for answer in _read(line, f"{path}, line {i + 1}", i, score)
+    ]
     seen: dict[str, int] = {}
-    for i, answer in enumerate(found):
+    for i, answer in found:
         if answer.key in seen:
             raise InputError(
                 f"{path}, lines {seen[answer.key] + 1} and {i + 1} are both {answer.key!r}; give "
                 "each answer an `id` of its own"
             )
         seen[answer.key] = i
-    return found
+    return [answer for _, answer in found]
 
 
-def _read(line: bytes, origin: str, number: int, score: str | None) -> ComparedAnswer:
+def _read(line: bytes, origin: str, number: int, score: str | None) -> list[ComparedAnswer]:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"{origin} has {len(line)} bytes, more than {MAX_LINE_BYTES}")
     try:
@@ -73,7 +77,30 @@ def _read(line: bytes, origin: str, number: int, score: str | None) -> ComparedA
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise InputError(f"{origin} is not a JSON object")
-    return answer_of(entry, origin, number, score)
+    return [answer_of(one, origin, number, score) for one in _of_batch(entry, origin)]
+
+
+def _of_batch(entry: dict[str, Any], origin: str) -> list[dict[str, Any]]:
+    """Each choice of a line of a batch's answers, with the name of its request; else the line."""
+    told, name = entry.get("response"), entry.get("custom_id")
+    if name is None or not isinstance(told, dict):
+        return [entry]
+    body = told.get("body")
+    if not isinstance(body, dict) or told.get("status_code") != 200:
+        said = one_line(json.dumps(body, ensure_ascii=False))
+        raise InputError(
+            f"{origin}: request {name!r} was refused, so it has no answer to compare; leave it out "
+            f"of both files: {said[:200]}"
+        )
+    choices = body.get("choices")
+    if isinstance(items := body.get("output"), list):  # of /v1/responses
+        parts = [part for item in items for part in item.get("content") or ()]
+        choices = [{"text": "".join(part.get("text", "") for part in parts)}]
+    if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
+        raise InputError(f"{origin}: the answer to request {name!r} has no `choices`, nor `output`")
+    rest = {key: value for key, value in entry.items() if key not in ("id", "response", "error")}
+    names = [f"{name}, choice {i}" if len(choices) > 1 else str(name) for i in range(len(choices))]
+    return [rest | one | {"id": key} for key, one in zip(names, choices, strict=True)]
 
 
 def answer_of(

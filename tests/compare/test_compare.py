@@ -59,6 +59,38 @@ def test_texts_tokens_and_bits_are_counted_apart(write, capsys):
     assert 0 < found["largest_gap"] < 1e-6
 
 
+def of_batch(name: str, body: dict, status: int = 200) -> dict:
+    """A line of OpenAI's batches, as `detjax.run_batch` writes it."""
+    return {"id": f"batch_req_{name}", "custom_id": name, "error": None,
+            "response": {"status_code": status, "request_id": "r", "body": body}}  # fmt: skip
+
+
+def test_answers_of_a_batch_are_paired_by_the_names_of_their_requests(write, capsys):
+    def chat(text: str) -> dict:
+        content = [{"token": text, "logprob": -0.5}]
+        choice = {"index": 0, "message": {"content": text}, "logprobs": {"content": content}}
+        return {"id": "chatcmpl-1", "choices": [choice]}
+
+    told = {"tokens": ["x"], "token_logprobs": [-1.0]}
+    two = {"choices": [{"index": i, "text": text, "logprobs": told} for i, text in enumerate("xy")]}
+    a = write("a", of_batch("p", chat("b")), of_batch("q", two))
+    b = write("b", of_batch("q", two), of_batch("p", chat("c")))
+    code, found = compared(capsys, a, b)
+    assert code == BITS_DIFFER
+    assert (found["num_answers"], found["num_texts"], found["num_bits"]) == (3, 1, 1)
+    assert compared(capsys, a, a)[0] == OK
+
+
+def test_a_response_of_a_batch_has_the_text_of_its_items(write, capsys):
+    def said(text: str) -> dict:
+        parts = [{"type": "output_text", "text": text}]
+        return of_batch("p", {"output": [{"type": "message", "content": parts}]})
+
+    a = write("a", said("x"))
+    assert compared(capsys, a, a)[0] == OK
+    assert compared(capsys, a, write("b", said("y")))[1]["num_texts"] == 1
+
+
 def test_a_float64_of_one_float32_is_the_same_bit(write, capsys):
     """JSON of another server may round the decimal that names a float32."""
     value = float(np.float32(-0.1))
@@ -146,6 +178,13 @@ def test_scores_are_told_with_their_probability(write, capsys):
         ([[1]], [line("x")], [], "is not a JSON object"),
         ([{"choices": ["x"]}], [line("x")], [], "has `choices` of 'x', not objects"),
         ([{"choices": [{}, {}]}], [line("x")], [], "has 2 choices; write each as a line"),
+        (
+            [of_batch("p", {"error": {"message": "n=0"}}, 400)],
+            [line("x")],
+            [],
+            "request 'p' was refused, so it has no answer to compare; leave it out",
+        ),
+        ([of_batch("p", {})], [line("x")], [], "request 'p' has no `choices`, nor `output`"),
     ],
 )
 def test_what_cannot_be_compared_is_named(write, capsys, a, b, argv, said):
