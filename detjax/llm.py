@@ -448,9 +448,14 @@ class LLM:
     def _adapters_of(self, lora_request: LoRARequests, count: int) -> list[str]:
         """The hash of each prompt's adapter; "" is the model alone."""
         if lora_request is None or isinstance(lora_request, LoRARequest):
-            wanted: list[LoRARequest | None] = [lora_request] * count
+            wanted: list[Any] = [lora_request] * count
         else:
-            wanted = list(lora_request)
+            wanted = [lora_request] if isinstance(lora_request, str) else list(lora_request)
+        for one in wanted:
+            if one is not None and not isinstance(one, LoRARequest):
+                raise ValueError(
+                    f"lora_request has {one!r:.80}; give LoRARequest(name, number, folder), or None"
+                )
         if len(wanted) != count:
             raise ValueError(
                 f"there are {count} prompts and {len(wanted)} lora_request; give one, or one or "

@@ -835,6 +835,8 @@ def test_a_dropped_model_frees_weights_and_cache_at_once(folder):
         (lambda llm: llm.generate([{5: 6}]), "prompt 0 is neither .*={5: 6} must be a sequence"),
         (lambda llm: llm.generate("a", {"max_tokens": 3}), "sampling has {'max_tokens': 3}; give"),
         (lambda llm: llm.generate(["a"], [{"n": 3}]), "sampling has {'n': 3}; give Sampling"),
+        (lambda llm: llm.generate(["a"], lora_request="/x"), "lora_request has '/x'; give LoRAReq"),
+        (lambda llm: llm.generate(["a"], lora_request=["/x"]), "lora_request has '/x'; give LoRA"),
         (lambda llm: llm.generate("a\ud800"), "character 2 of the text is half of a surrogate"),
         (lambda llm: llm.chat("hi"), "messages is 'hi'; give a list"),
         (lambda llm: llm.chat({"role": "user", "content": "a"}), "; give a list"),
