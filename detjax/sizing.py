@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from detjax.engine.config import MOSTLY_USEFUL, EngineConfig
+from detjax.engine.config import MOSTLY_USEFUL, EngineConfig, check_context
 from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
@@ -182,17 +182,17 @@ def check_longest(model: LoadedModel, config: EngineConfig) -> None:
     """Refuse a cache in which a replica cannot hold one sequence of `max_len`.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If it cannot, or `max_len` is longer than the model's context.
     """
+    check_context(config, model.config.max_position_embeddings)
     dp = model.mesh.shape[DP_AXIS]
     needed, have = _pages_of(model, config.max_len), config.num_pages // dp
     if config.num_pages and needed > have:
         page_len = model.profile.attention_block
         raise ValueError(
             f"max_len={config.max_len} takes {needed} pages of {page_len} tokens, and a replica "
-            f"has {have} (num_pages={config.num_pages}, dp={dp}); lower max_len (--max-tokens) to "
-            f"{have * page_len}, or give the cache {needed * dp} pages (--cache-pages), more "
-            "memory or more devices"
+            f"has {have} (num_pages={config.num_pages}, dp={dp}); lower max_len to "
+            f"{have * page_len}, or give the cache {needed * dp} pages, more memory or more devices"
         )
 
 

@@ -644,6 +644,7 @@ def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):
         ({"tp": 3}, ValueError, "tp=3"),
         ({"mode": "quick"}, ValueError, "mode='quick' must be one of"),
         ({"max_len": CONTEXT + 1}, ValueError, "longer than the model's context of 256"),
+        ({"max_len": 10**6, "num_pages": 1}, ValueError, "longer than the model's context of 256"),
         ({"batch_size": 3, "dp": 2}, ValueError, "batch_size=3 must be a multiple of dp=2"),
     ],
 )

@@ -419,6 +419,11 @@ def check_config(config: EngineConfig, dp: int, context: int) -> None:
     for batch in config.decode_batches:
         if batch % dp:
             raise ValueError(f"{batch} of decode_batches must be a multiple of dp={dp}")
+    check_context(config, context)
+
+
+def check_context(config: EngineConfig, context: int) -> None:
+    """Refuse a `max_len` that the model has no positions for."""
     if config.max_len > context:
         raise ValueError(
             f"max_len={config.max_len} is longer than the model's context of {context} tokens"

@@ -320,7 +320,8 @@ class Engine:
         max_waiting = self._config.max_waiting
         if num_queued + request.sampling.num_sequences > max_waiting:
             raise EngineFullError(
-                f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it"
+                f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it",
+                max_waiting=max_waiting,
             )
 
     def enqueue_request(self, request: Request, on_token: OnToken = ignore_token) -> int:

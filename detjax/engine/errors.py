@@ -14,7 +14,15 @@ class SelfCheckError(RuntimeError):
 
 
 class EngineFullError(RuntimeError):
-    """More requests wait than `EngineConfig.max_waiting` allows; try again later."""
+    """More requests wait than `EngineConfig.max_waiting` allows; try again later.
+
+    Attributes:
+        max_waiting: Sequences that may wait. A request of more is refused at any time.
+    """
+
+    def __init__(self, message: str, *, max_waiting: int):
+        super().__init__(message)
+        self.max_waiting = max_waiting
 
 
 class EngineInUseError(RuntimeError):

@@ -346,6 +346,16 @@ class Service:
         try:
             num_ahead = (num_prompts - 1) * sampling.num_sequences
             self.model.engine.check_request(one, num_ahead=num_ahead)
+        except EngineFullError as error:
+            count = num_prompts * sampling.num_sequences
+            if count <= error.max_waiting:
+                raise RefusedError(str(error), status=429, code="queue_full") from error
+            # WHY: clients ask again after a 429, and this would be refused at any time.
+            raise RefusedError(
+                f"the request is for {count} sequences at once, more than may wait here "
+                f"(max_waiting={error.max_waiting}); ask for fewer in each request",
+                field="prompt" if num_prompts > 1 else "n",
+            ) from error
         except Exception as error:
             if (refused := self._refusal(error)) is None:
                 raise

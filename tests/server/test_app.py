@@ -327,8 +327,10 @@ def test_a_full_queue_and_a_busy_key_are_told_when_to_come_back(llm):
         for response in refused:
             assert response.status_code == 429 and response.headers["Retry-After"] == "1"
         with running.client() as own:
+            # A client need not come back with what never fits.
             full = post(own, n=100, temperature=1.0)
-            assert full.status_code == 429 and "max_waiting=64" in full.text
+            assert full.status_code == 400 and "100 sequences at once" in full.text
+            assert full.json()["error"]["param"] == "n" and "Retry-After" not in full.headers
 
 
 def test_an_answer_that_takes_too_long_is_given_up(llm):

@@ -241,4 +241,4 @@ def test_a_thousand_prompts_of_a_thousand_sequences_are_refused_before_any_is_re
         return await post(make_app(service), "/v1/completions", [body(prompt=["a"] * 1024, n=1024)])
 
     answer = asyncio.run(ask())
-    assert answer.status == 429 and b"max_waiting=64" in answer.body
+    assert answer.status == 400 and b"max_waiting=64" in answer.body
