@@ -14,10 +14,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from detjax.models.hf_config import config_from_hf
+from detjax.models.weights.files import write_tensors
 from detjax.progress import Progress
 
 try:
@@ -111,7 +111,7 @@ def convert_gguf(file: Path, out: Path, *, progress: Progress) -> str:
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config_from_hf(config)  # a setting that cannot be served is found before anything is written
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     generation = {"eos_token_id": config["eos_token_id"]}
     for file_name, values in (

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
 
 from detjax.models.adapters.adapter import (
     ADAPTED,
@@ -45,6 +44,7 @@ from detjax.models.params import (
     join,
     tensor_specs,
 )
+from detjax.models.weights.files import write_tensors
 from detjax.models.weights.reading import readings
 
 TRAINED = tuple(name for matrix in (*MATRICES, *EXPERT_MATRICES) for name in TENSORS_OF[matrix])
@@ -305,7 +305,7 @@ def write_adapter(
     if exclude:
         values["exclude_modules"] = exclude
     (folder / CONFIG_NAME).write_text(json.dumps(values, indent=2) + "\n")
-    save_file(tensors, folder / WEIGHTS_NAME)
+    write_tensors(tensors, folder / WEIGHTS_NAME)
 
 
 def _named_targets(config: ModelConfig, lora: LoraConfig) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 """A saved model is the folder that it came from, and what trained weights become in one."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import detjax
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
@@ -20,6 +22,7 @@ from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import EMBED_NAME
 from detjax.models.tokenizer import Tokenizer
 from detjax.models.weights import reading, write
+from detjax.models.weights.files import write_tensors
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
@@ -172,3 +175,27 @@ def test_a_folder_is_not_written_over(tmp_path):
     (tmp_path / "old" / "detjax_params.json").write_text("{}")
     with pytest.raises(ValueError, match="in a form that detjax wrote before it wrote safetensors"):
         check_kind(tmp_path / "old")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_weights_may_be_read_by_those_who_may_read_other_new_files(tmp_path, umask, mode):
+    """So a server of another user can open a folder that was made for it."""
+    before = os.umask(umask)
+    try:
+        for _ in range(2):  # a new file, and one that is replaced
+            write_tensors({"a": np.zeros(3, np.float32)}, tmp_path / "m.safetensors")
+            assert (tmp_path / "m.safetensors").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+def test_no_module_writes_weights_with_a_mode_of_its_own():
+    package = Path(detjax.__file__).parent
+    written = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "import save_file" in path.read_text()
+    }
+    assert {name for name in written if not name.startswith("testing/")} == {
+        "models/weights/files.py"
+    }

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from detjax.models.config import RopeKind
 from detjax.models.heads.config import HeadConfig
 from detjax.models.heads.eagle_config import ARCHITECTURE
+from detjax.models.weights.files import write_tensors
 
 
 def save_eagle_head(
@@ -32,7 +32,7 @@ def save_eagle_head(
     seen = np.zeros(eagle.layer.vocab_size, np.bool_)
     seen[ids] = True
     maps = {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": seen}
-    save_file({**tensors, **maps}, folder / "model.safetensors")
+    write_tensors({**tensors, **maps}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_values(eagle), indent=2) + "\n")
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config, read_quantization
@@ -26,7 +25,13 @@ from detjax.models.params import SHARED_TENSORS, ParamRole, TensorSpec, tensor_s
 from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
 from detjax.models.weights.ahead import map_ahead
-from detjax.models.weights.files import INDEX_NAME, SINGLE_NAME, StoredTensor, open_tensors
+from detjax.models.weights.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    StoredTensor,
+    open_tensors,
+    write_tensors,
+)
 from detjax.models.weights.load import check_params
 from detjax.models.weights.reading import ExpertReading, own_name, readings
 from detjax.progress import Progress
@@ -157,7 +162,7 @@ def _write_files(
                 made |= found
                 done += 1
                 progress(name, done, len(tensors))
-        save_file(made, out / file, metadata={"format": "pt"})
+        write_tensors(made, out / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(made, file)
     if [*by_file] != [SINGLE_NAME]:
         index = {"metadata": {}, "weight_map": file_of}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The safetensors files of a folder, mapped and checked against each other; nothing is read yet."""
+"""Safetensors files: those of a folder, mapped and checked against each other; one is written."""
 
 import contextlib
 import json
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _DTYPES: dict[str, Any] = {
@@ -145,3 +147,17 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(length), object_pairs_hook=names_once)
+
+
+def write_tensors(
+    tensors: Mapping[str, np.ndarray], path: Path, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file that everybody may read who may read other new files of this process.
+
+    # WHY: safetensors 0.8 writes mode 0600 whatever the umask, so a server of another user, or in
+    # a container, could not read the model.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode)

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 
 from detjax.interpreter_exit import refuse_at_exit
 from detjax.models.config import ModelConfig
@@ -22,7 +21,7 @@ from detjax.models.hf_config import read_quantization
 from detjax.models.params import Params, checkpoint_rows, param_specs
 from detjax.models.quantization.expand import expand_tensors
 from detjax.models.weights.assemble import dismantle
-from detjax.models.weights.files import INDEX_NAME, open_tensors
+from detjax.models.weights.files import INDEX_NAME, open_tensors, write_tensors
 from detjax.models.weights.host import have_same_bits
 from detjax.models.weights.load import INERT_TENSORS
 from detjax.models.weights.reading import own_name, readings_by_source, written_tensor
@@ -169,7 +168,7 @@ def _write_files(folder: Path, tensors: Iterable[Named]) -> None:
 
     def flush() -> None:
         path = folder / f"part-{len(files) + 1}.safetensors"
-        save_file(batch, path, metadata={"format": "pt"})
+        write_tensors(batch, path, metadata={"format": "pt"})
         files.append((path, list(batch)))
         batch.clear()
 
