@@ -455,7 +455,7 @@ def test_the_openai_client_reads_responses(running, client):
     assert listed.json()["detjax"]["digest"] == want["detjax"]["digest"]
     image = [{"role": "user", "content": [{"type": "input_image"}]}]
     bad = client.post("/v1/responses", json=asked | {"input": image})
-    assert bad.status_code == 400 and "no text" in bad.text
+    assert bad.status_code == 400 and "content[0] is of type 'input_image'" in bad.text
 
 
 def test_the_async_openai_client_asks_many_at_once(running, client):
