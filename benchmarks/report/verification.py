@@ -43,7 +43,7 @@ class Evidence:
     is_of_one_commit: bool = True
 
     def newest(self) -> list[dict]:
-        """Rows of the newest run that is about the claim, of all kinds of GPU; none if there is none.
+        """Rows of the newest run about the claim, of all kinds of GPU; none if there is none.
 
         Raises:
             ValueError: If something differs in one of them.
