@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert tapped values of a mesh to those that one device would have, to compare bits."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from detjax.diverge.recorder import Seen, Tap
+from detjax.models.linear_attention import projected_rows
 from detjax.models.loading import LoadedModel
 from detjax.models.params import TENSORS_OF, KVLayout, kv_layout
 from detjax.models.taps import Share
@@ -63,10 +65,10 @@ class Canonical:
         """What linear attention reads, without padding, from each rank's, [1, M, tp * columns]."""
         sizes = self._config.linear_attention
         assert sizes is not None
-        by_rank = projected.reshape(1, projected.shape[1], self.tp, -1)
-        ends = np.cumsum([width // self.tp for width in sizes.input_widths])
-        parts = np.split(by_rank, ends, axis=3)[:-1]
-        return [part.reshape(1, projected.shape[1], -1) for part in parts]
+        num_rows = projected.shape[1]
+        columns = jnp.asarray(projected.reshape(num_rows * self.tp, -1))
+        parts = projected_rows(sizes, columns, self.tp).parts()
+        return [np.asarray(part).reshape(1, num_rows, -1) for part in parts]
 
     def _heads(self, qkv: np.ndarray) -> list[np.ndarray]:
         """Queries, keys and values of every head from each rank's, [1, M, tp * heads * C]."""

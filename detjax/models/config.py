@@ -141,12 +141,6 @@ class LinearAttentionConfig:
         return self.num_value_heads // self.num_key_heads
 
     @property
-    def input_widths(self) -> tuple[int, ...]:
-        """Columns of queries, keys, values, gates, b and a."""
-        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
-        return keys, keys, values, values, self.num_value_heads, self.num_value_heads
-
-    @property
     def row_width(self) -> int:
         """Numbers of a key head that the cache keeps of a token: q, k, v, b and a.
 
