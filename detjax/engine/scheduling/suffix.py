@@ -36,16 +36,14 @@ class SuffixOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """A draft, with the length of the suffix that it followed and the sum of its shares.
+    """A draft, with the sum of its shares.
 
     Attributes:
         token_ids: The draft.
-        match_len: Tokens of the suffix.
         score: Tokens that are expected to be right.
     """
 
     token_ids: tuple[int, ...] = ()
-    match_len: int = 0
     score: float = 0.0
 
 
@@ -95,7 +93,7 @@ class TextIndex:
         longest = max(length for length, _ in matched)
         places = [at for length, at in matched if length == longest]
         most = min(most, int(options.max_factor * longest))
-        return self._follow(places, most, longest, options.min_share)
+        return self._follow(places, most, options.min_share)
 
     def _match_len(self, text: Sequence[int], at: int, max_depth: int) -> int:
         """Tokens before `at` that are those at the end of a text."""
@@ -105,9 +103,7 @@ class TextIndex:
             length += 1
         return length
 
-    def _follow(
-        self, places: list[int], most: int, match_len: int, min_share: float
-    ) -> Continuation:
+    def _follow(self, places: list[int], most: int, min_share: float) -> Continuation:
         """Follow the most frequent token from place to place; the newest of equals."""
         drafts: list[int] = []
         share, score = 1.0, 0.0
@@ -124,7 +120,7 @@ class TextIndex:
             score += share
             drafts.append(token)
             places = [p for p in places if self._has(p + at, token)]
-        return Continuation(token_ids=tuple(drafts), match_len=match_len, score=score)
+        return Continuation(token_ids=tuple(drafts), score=score)
 
     def _has(self, at: int, token: int) -> bool:
         return at < len(self._tokens) and self._tokens[at] == token
