@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over tokens in the bits of Hopper's tensor cores, by the products of the forward pass."""
 
-import jax
+from functools import partial
 
 from detjax.pallas_kernels.gradients import composed
 from detjax.pallas_kernels.linear.reference import add_partials, linear, linear_partial
@@ -15,23 +15,6 @@ REFERENCE_FORWARD = composed.ForwardKernels(
     log_sum_exp=log_sum_exp,
 )
 
-
-def token_sum(a, b, lengths) -> jax.Array:
-    """See `api.token_sum`."""
-    return composed.token_sum(REFERENCE_FORWARD, a, b, lengths)
-
-
-def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int) -> jax.Array:
-    """See `api.expert_token_sum`."""
-    return composed.expert_token_sum(
-        REFERENCE_FORWARD, a, b, experts, places, num_experts=num_experts, num_places=num_places
-    )
-
-
-def attention_gradient(
-    q, k, v, out, of_out, lengths,
-    *, window: int | None, softcap: float | None = None, sinks=None,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    """See `api.attention_gradient`."""
-    options = {"window": window, "softcap": softcap, "sinks": sinks}
-    return composed.attention_gradient(REFERENCE_FORWARD, q, k, v, out, of_out, lengths, **options)
+token_sum = partial(composed.token_sum, REFERENCE_FORWARD)
+expert_token_sum = partial(composed.expert_token_sum, REFERENCE_FORWARD)
+attention_gradient = partial(composed.attention_gradient, REFERENCE_FORWARD)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over tokens on Hopper, by the matrix-product kernel of the forward pass."""
 
+from functools import partial
+
 import jax
 
 from detjax.pallas_kernels.gradients import composed
@@ -17,23 +19,6 @@ SM90_FORWARD = composed.ForwardKernels(
     at_once=composed.AT_ONCE,
 )
 
-
-def token_sum(a, b, lengths) -> jax.Array:
-    """See `api.token_sum`."""
-    return composed.token_sum(SM90_FORWARD, a, b, lengths)
-
-
-def expert_token_sum(a, b, experts, places, *, num_experts: int, num_places: int) -> jax.Array:
-    """See `api.expert_token_sum`."""
-    return composed.expert_token_sum(
-        SM90_FORWARD, a, b, experts, places, num_experts=num_experts, num_places=num_places
-    )
-
-
-def attention_gradient(
-    q, k, v, out, of_out, lengths,
-    *, window: int | None, softcap: float | None = None, sinks=None,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    """See `api.attention_gradient`."""
-    options = {"window": window, "softcap": softcap, "sinks": sinks}
-    return composed.attention_gradient(SM90_FORWARD, q, k, v, out, of_out, lengths, **options)
+token_sum = partial(composed.token_sum, SM90_FORWARD)
+expert_token_sum = partial(composed.expert_token_sum, SM90_FORWARD)
+attention_gradient = partial(composed.attention_gradient, SM90_FORWARD)
