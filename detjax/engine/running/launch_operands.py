@@ -86,6 +86,11 @@ class _WithTables:
     page_table: Any
     local_table: Any
 
+    @staticmethod
+    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
+        """Columns of the packed array."""
+        return _num_columns(table_len, length, num_tables)
+
     @property
     def tables(self) -> list[Any]:
         """One, or two where local layers have their own."""
@@ -112,11 +117,6 @@ class PrefillOperands(_WithTables):
     page_table: Any
     token_ids: Any
     local_table: Any = None
-
-    @staticmethod
-    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
-        """Columns of the packed array."""
-        return _num_columns(table_len, length, num_tables)
 
     @classmethod
     def padding(
@@ -216,11 +216,6 @@ class VerifyOperands(_WithTables):
     page_table: Any
     token_ids: Any
     local_table: Any = None
-
-    @staticmethod
-    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
-        """Columns of the packed array."""
-        return _num_columns(table_len, length, num_tables)
 
     @classmethod
     def padding(
