@@ -18,7 +18,12 @@ from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.numerics import NumericsProfile
-from detjax.pallas_kernels.linear.quantized import CodeType, W8A8Matrix, pack_matrix
+from detjax.pallas_kernels.linear.quantized import (
+    CodeType,
+    QuantizedMatrix,
+    W8A8Matrix,
+    pack_codes,
+)
 from detjax.testing import assert_bitwise_equal
 from detjax.testing.dummies import adjusted_requests, dummy_config, dummy_model
 
@@ -62,8 +67,11 @@ def test_trees_and_operands_that_are_not_used_come_back():
 
 def test_a_quantised_matrix_is_an_operand_that_comes_back():
     codes = np.random.default_rng(0).integers(0, 16, (64, 128), dtype=np.uint8)
-    scales = np.linspace(0.001, 0.02, 64, dtype=np.float32)[:, None]
-    matrix = pack_matrix(codes, scales, None, CodeType.INT4, 0)
+    matrix = QuantizedMatrix(
+        codes=pack_codes(codes, CodeType.INT4),
+        scales=np.linspace(0.001, 0.02, 64, dtype=np.float32)[None],
+        zeros=None, code_type=CodeType.INT4, group_len=0, has_small_scales=True,
+    )  # fmt: skip
     program = compiled(lambda w: w.expand() * 2, matrix)
     read = again(program)
     assert read.in_tree == program.in_tree

@@ -18,9 +18,9 @@ from detjax.pallas_kernels.linear.quantized import (
     SCALE_LIMITS,
     CodeType,
     QuantizedMatrix,
+    are_small,
     can_pack,
     pack_codes,
-    pack_matrix,
     unpack_codes,
 )
 from detjax.pallas_kernels.linear.sm90_expand import expand
@@ -48,7 +48,7 @@ KINDS = {
 
 
 def plain(kind: str, shape: tuple[int, int], tiny: float = 2.0**-90) -> tuple:
-    """What `pack_matrix` takes: random codes, scales and zero points; every code is there.
+    """What `packed` takes: random codes, scales and zero points; every code is there.
 
     XLA flushes subnormal numbers on a CPU, so `tiny` is a normal one there.
     """
@@ -65,8 +65,20 @@ def plain(kind: str, shape: tuple[int, int], tiny: float = 2.0**-90) -> tuple:
     return codes, scales, zeros, code_type, group_len
 
 
+def packed(codes, scales, zeros, code_type: CodeType, group_len: int) -> QuantizedMatrix:
+    """A matrix of plain arrays: codes uint8 [N, K], scales [N, G], zero points likewise or None."""
+    return QuantizedMatrix(
+        codes=jnp.asarray(pack_codes(codes, code_type)),
+        scales=jnp.asarray(scales.T),
+        zeros=None if zeros is None else jnp.asarray(zeros.T, BF16),
+        code_type=code_type,
+        group_len=group_len,
+        has_small_scales=are_small(scales),
+    )
+
+
 def drawn(kind: str, shape: tuple[int, int], **options) -> QuantizedMatrix:
-    return jax.tree.map(jnp.asarray, pack_matrix(*plain(kind, shape, **options)))
+    return packed(*plain(kind, shape, **options))
 
 
 def by_numpy(kind: str, shape: tuple[int, int], **options) -> np.ndarray:
@@ -108,13 +120,11 @@ def test_an_expansion_is_what_the_definition_says(kind):
 
 def test_small_scales_are_told_by_their_limits():
     low, high = SCALE_LIMITS
-    codes = np.zeros((64, 64), np.uint8)
     for scale, is_small in (
         (low, True), (np.nextafter(np.float32(high), np.float32(0)), True), (high, False),
         (low / 2, False), (0, False), (-0.01, False),
     ):  # fmt: skip
-        scales = np.full((64, 1), scale, np.float32)
-        assert pack_matrix(codes, scales, None, CodeType.INT4, 0).has_small_scales == is_small
+        assert are_small(np.float32([high / 2, scale])) == is_small
 
 
 @pytest.mark.parametrize(
@@ -157,8 +167,7 @@ def test_a_product_of_codes_in_interpret_mode(kind, leaf_len, tiles, one_cta):
     shape = (256, 256 // group_len if group_len else 1)
     scales = (2.0 ** rng.integers(-8, -6, shape)).astype(dtype)
     zeros = rng.integers(0, 17, shape) if has_zeros else None
-    matrix = pack_matrix(codes, scales, zeros, code_type, group_len)
-    matrix = jax.tree.map(jnp.asarray, matrix)
+    matrix = packed(codes, scales, zeros, code_type, group_len)
     x = jnp.asarray(rng.integers(-8, 9, (5, 256)), BF16)
     run = functools.partial(
         matmul, leaf_len=leaf_len, out_dtype=BF16 if tiles.is_gated else F32, interpret=INTERPRET

@@ -28,6 +28,7 @@ from detjax.pallas_kernels.linear.quantized import (
     CodeType,
     QuantizedMatrix,
     W8A8Matrix,
+    are_small,
     can_pack,
     is_quantized,
     pack_codes,
@@ -187,7 +188,6 @@ def place_packed(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str)
             f"{name} has scales under {LEAST_SCALE_ON_CPU:.0e}, whose products XLA takes for 0 on "
             "a CPU; load it with quantized_weights='expanded'"
         )
-    low, high = SCALE_LIMITS
     bf16 = np.dtype(ml_dtypes.bfloat16)
     return QuantizedMatrix(
         codes=make(shape, of_codes, codes, jnp.int32, BLOCK, is_turned=False),
@@ -195,7 +195,7 @@ def place_packed(rows: ExpandedRows, spec: TensorSpec, mesh: Mesh, *, name: str)
         zeros=of_each_group(rows.group_zeros, bf16) if rows.scheme.has_zero_points else None,
         code_type=code_type,
         group_len=rows.group_len,
-        has_small_scales=bool(((scales >= low) & (scales < high)).all()),
+        has_small_scales=are_small(scales),
     )
 
 

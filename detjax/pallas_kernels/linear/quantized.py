@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 BLOCK = 64
@@ -375,6 +374,12 @@ def operands_of(x, w) -> tuple:
     raise ValueError(f"a {type(x).__name__} is not multiplied by a {type(w).__name__}")
 
 
+def are_small(scales: np.ndarray) -> bool:
+    """Whether every scale is in `SCALE_LIMITS`."""
+    low, high = SCALE_LIMITS
+    return bool(((scales >= low) & (scales < high)).all())
+
+
 def can_pack(shape: tuple[int, int], group_len: int) -> bool:
     """Whether a matrix is whole blocks, and groups a power of two of columns, 16 at least."""
     is_whole = shape[0] % BLOCK == 0 and shape[1] % BLOCK == 0
@@ -433,32 +438,3 @@ def unpack_codes(codes, code_type: CodeType) -> jax.Array:
     values = jax.lax.bitcast_convert_type(words, dtype)
     split = values.reshape(*words.shape, 2, 2).transpose(0, 3, 7, 4, 1, 2, 6, 5, 8)
     return split.astype(jnp.float32).reshape(num_rows, num_columns)
-
-
-def pack_matrix(
-    codes: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None,
-    code_type: CodeType,
-    group_len: int,
-) -> QuantizedMatrix:
-    """Make a matrix from plain arrays, on the host.
-
-    Args:
-        codes: uint8 [N, K], as `pack_codes` takes them.
-        scales: [N, G], of a dtype that float32 holds exactly. bfloat16 stays that, else float32.
-        zeros: Unsigned zero points [N, G] of int4, or None for 8.
-        code_type: What the codes are.
-        group_len: Input channels of a group; 0 for one scale a row.
-    """
-    dtype = scales.dtype if scales.dtype == ml_dtypes.bfloat16 else np.dtype(np.float32)
-    low, high = SCALE_LIMITS
-    values = scales.astype(np.float32)
-    return QuantizedMatrix(
-        codes=pack_codes(codes, code_type),
-        scales=np.ascontiguousarray(scales.T.astype(dtype)),
-        zeros=None if zeros is None else np.ascontiguousarray(zeros.T.astype(ml_dtypes.bfloat16)),
-        code_type=code_type,
-        group_len=group_len,
-        has_small_scales=bool(((values >= low) & (values < high)).all()),
-    )
