@@ -27,11 +27,12 @@ from jax.interpreters import mlir
 from detjax.compilation.kept_trust import make_private
 from detjax.compilation.source import cpu_arch, default_cache_dir
 from detjax.pallas_kernels.backend import Backend
-from detjax.pallas_kernels.reference_tables import FUNCTIONS, special_function_steps
 
 LOG = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "reference_code"
+FUNCTIONS = ("ex2", "rcp", "rsqrt")
+"""Of a Hopper GPU; `benchmarks/hopper_bits.py` has collected their tables."""
 OPERATIONS = (
     "add_experts", "add_leaves", "add_parts", "add_where_not_zero", "adjust_logits", "attention",
     "block_stats", "delta_rule", "expert_product", "first_maximum", "gated_rms_norm", "geglu",
@@ -127,6 +128,12 @@ def _compiled() -> Path:
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return path
+
+
+def special_function_steps() -> tuple[np.ndarray, ...]:
+    """Return by how much each entry of a table differs from the one before it, int8."""
+    with np.load(SOURCES / "special_functions.npz") as steps:
+        return tuple(steps[name] for name in FUNCTIONS)
 
 
 def _fill_tables(loaded: ctypes.CDLL) -> None:
