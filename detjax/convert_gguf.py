@@ -8,16 +8,13 @@ the tokenizers of Llama 3, Qwen2 and SmolLM are known. Needs the extra `gguf`.
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-
-import rich.console
 
 from detjax.cli import options
 from detjax.cli.command_line import CommandParser, description_of
+from detjax.cli.display import Display
 from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.cli.options import add_options
-from detjax.progress import show_progress
 
 EXAMPLES = f"""\
 examples:
@@ -49,20 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    console = rich.console.Console(stderr=True, quiet=args.quiet)
     with bad_input():
         try:
             from detjax.models.gguf import convert_gguf
         except ImportError as error:
             raise ValueError(str(error)) from error
-        with show_progress("converting", console, partial(_say, console)) as progress:
+        with Display(is_quiet=args.quiet).progress("converting") as progress:
             what = convert_gguf(args.file, args.folder, progress=progress)
     print(f"{args.folder}: {what}, as bfloat16")
     return OK
-
-
-def _say(console: rich.console.Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-
-import rich.console
 
 from detjax.cli import options
 from detjax.cli.command_line import CommandParser, check_model_option, description_of
+from detjax.cli.display import Display
 from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.cli.options import Option, add_options
-from detjax.progress import show_progress
 
 SCHEMES = {
     "fp8-dynamic": "float8_e4m3fn, a scale for each output channel; activations in 8 bits, too",
@@ -73,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    console = rich.console.Console(stderr=True, quiet=args.quiet)
     check_model_option(args.model, args.revision)
     with bad_input():
         # WHY: these import JAX, which what has been checked above does not need.
@@ -88,15 +84,11 @@ def _run(args: argparse.Namespace) -> int:
                 f"--group-size {args.group_size} is of int4-w4a16; {args.scheme} has no choice"
             )
         folder = find_model(args.model, revision=args.revision)
-        with show_progress("quantising", console, partial(_say, console)) as progress:
+        with Display(is_quiet=args.quiet).progress("quantising") as progress:
             quantize_folder(folder, args.output, recipe, progress=progress)
     sizes = [sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in (folder, args.output)]
     print(f"{args.output}: {sizes[1] / 1e9:.2f} GB of weights, from {sizes[0] / 1e9:.2f} GB")
     return OK
-
-
-def _say(console: rich.console.Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     asked = engine_options(args, max_len=max_len)
     of_new_process = run_in_new_process(args, prompts) if args.check_process else None
     started_s = time.perf_counter()
-    with display.loading() as progress, collected_later():
+    with display.progress("loading", in_bytes=True) as progress, collected_later():
         model = open_model(args, files, progress, max_len)
     batch = batch.naming(model.adapter_hashes)
     opened = _Opened(

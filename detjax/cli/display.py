@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard error, as far as its kind of terminal can show it."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import rich.console
 from rich.table import Table
@@ -52,19 +52,15 @@ class Display:
             table.add_row(*map(str, row))
         self._console.print(table)
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[Progress]:
-        """Show how far loading is. Yields a function of (what, done, total)."""
-        with show_progress("loading", self._console, self.line, in_bytes=True) as progress:
-            yield progress
+    def progress(
+        self, stage: str, *, in_bytes: bool = False, then: str = ""
+    ) -> AbstractContextManager[Progress]:
+        """See `show_progress`. Yields a function of (what, done, total)."""
+        return show_progress(stage, self._console, self.line, in_bytes=in_bytes, then=then)
 
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[Progress]:
-        """Show how many programs are compiled. Yields a function of (what, done, total)."""
-        with show_progress(
-            "compiling programs", self._console, self.line, then="checking programs"
-        ) as progress:
-            yield progress
+    def compiling(self) -> AbstractContextManager[Progress]:
+        """`progress` of programs."""
+        return self.progress("compiling programs", then="checking programs")
 
     def busy(self, text: str) -> None:
         """Show that something is going on, until `idle`: elsewhere than on a terminal by lines."""

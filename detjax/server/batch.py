@@ -4,9 +4,7 @@
 import argparse
 import asyncio
 
-import rich.console
-
-from detjax.progress import show_progress
+from detjax.cli.display import Display
 from detjax.server.app import make_app
 from detjax.server.batch_file import BatchOutput, answer_all, in_process
 from detjax.server.served_model import Limits
@@ -25,15 +23,10 @@ async def run_batch(args: argparse.Namespace, output: BatchOutput) -> int:
         OSError: If answers cannot be written.
     """
     output.open()
-    console = rich.console.Console(stderr=True, quiet=args.quiet)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     # WHY: a line of a file may be as long as it likes: nobody else waits for it.
     service = Service(None, Limits(body_bytes=2**40))
     service.open(await asyncio.to_thread(open_model, args))
-    with show_progress("answering", console, say) as progress:
+    with Display(is_quiet=args.quiet).progress("answering") as progress:
         refused = await answer_all(
             output.waiting,
             in_process(make_app(service)),
