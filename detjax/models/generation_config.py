@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's authors recommend: the sampling of its generation_config.json."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from detjax.models.hf_values import read_object
 
 FILE = "generation_config.json"
 
@@ -50,12 +51,7 @@ def default_sampling(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     if not path.is_file():
         return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    values = read_object(path)
     for key, value in values.items():
         is_known = key in _FIELDS or key in _DECIDE_NOTHING
         if not is_known and value is not None and value not in _NEUTRAL.get(key, ()):

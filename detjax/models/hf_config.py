@@ -9,7 +9,6 @@ other key is refused, because a key that is skipped may be the one that changes 
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from detjax.models.config import ExpertConfig, ModelConfig
 from detjax.models.family import BiasRule, Family
 from detjax.models.hf_layers import layer_ropes, linear_attention, sliding_windows
 from detjax.models.hf_rope import scaled_context
-from detjax.models.hf_values import flag_of, int_of, number_of
+from detjax.models.hf_values import flag_of, int_of, number_of, read_object
 from detjax.models.quantization.scheme import QuantizationScheme, parse_quantization
 from detjax.models.registry import find_family, wrapped_families
 from detjax.models.tokenizer_files import read_eos_id
@@ -69,8 +68,6 @@ INERT_KEYS = frozenset(
 architecture is what is computed.
 """
 
-
-MAX_FILE_BYTES = 2**24
 
 READ_KEYS = frozenset(
     {"architectures", "compression_config", "layer_types", "model_type", "quantization_config"}
@@ -140,19 +137,6 @@ def load_config(folder: Path) -> ModelConfig:
     if eos_id is None or eos_id in config.eos_token_ids:
         return config
     return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos_id))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes; it is no configuration")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
-    return values
 
 
 def _model_config(

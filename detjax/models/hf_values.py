@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a `config.json`, each of its type and in its range."""
+"""JSON files of a model's folder, and their values, each of its type and in its range."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 LARGEST: Mapping[str, int] = {
@@ -27,6 +29,23 @@ LARGEST: Mapping[str, int] = {
 """Sizes above these are a mistake, and would take memory or minutes before weights are read."""
 
 LARGEST_NUMBER = 1e300
+
+
+def read_object(path: Path, *, max_bytes: int = 2**24) -> dict[str, Any]:
+    """A JSON file that holds one object.
+
+    Raises:
+        ValueError: If it holds something else, or is too large.
+    """
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"{path} has more than {max_bytes} bytes; it is no configuration")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
 
 
 def int_of(values: Mapping[str, Any], key: str, *, minimum: int = 1) -> int:

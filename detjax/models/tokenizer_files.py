@@ -15,6 +15,7 @@ import tokenizers.models
 import tokenizers.processors
 
 from detjax.models.chat_template import check_template, start_template
+from detjax.models.hf_values import read_object
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -169,17 +170,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it is no JSON object, or too large.
     """
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; copy the file again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(config).__name__}")
-    return config
+    return read_object(path, max_bytes=MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `adapter_config.json` says of an adapter. What is not supported is refused by its name."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from detjax.models.hf_values import read_object
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -111,12 +112,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         raise FileNotFoundError(
             f"{folder} has no {CONFIG_NAME}; give a folder that PEFT's save_pretrained has written"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a JSON object; download it again")
+    values = read_object(path)
     _refuse_unsupported(path, values)
     read = _Reader(path, values)
     return PeftConfig(

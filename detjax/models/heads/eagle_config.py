@@ -14,8 +14,8 @@ from typing import Any
 from detjax.defaults import EAGLE3
 from detjax.models.config import ModelConfig, RopeConfig
 from detjax.models.heads.config import HeadConfig
-from detjax.models.hf_config import config_from_hf, read_object
-from detjax.models.hf_values import flag_of, int_of
+from detjax.models.hf_config import config_from_hf
+from detjax.models.hf_values import flag_of, int_of, read_object
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """Of SGLang's form."""

@@ -10,7 +10,8 @@ from detjax.defaults import MTP
 from detjax.models.config import ModelConfig
 from detjax.models.family import MtpLayout
 from detjax.models.heads.config import HeadConfig
-from detjax.models.hf_config import decoder_values, read_object
+from detjax.models.hf_config import decoder_values
+from detjax.models.hf_values import read_object
 from detjax.models.registry import FAMILIES, find_family
 
 
