@@ -25,7 +25,6 @@ from detjax.models.heads.config import HeadConfig
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
-    UnaddedSubtrees,
     added_rows,
     angles_of,
     embed_tokens,
@@ -200,8 +199,7 @@ def head_pass(
     if _runs_kernels(ctx, params):
         ops = CanonicalOps(**common, exchange=None)
     pages, stream = decoder_layer(ops, 0, params, params["last_norm"], pages, stream)
-    has_own_matrix = "draft_ids" in params  # the model's reads rows, and a mixture may leave none
-    if not has_own_matrix or isinstance(stream.residual, UnaddedSubtrees):
+    if "draft_ids" not in params:  # the model's matrix reads rows, and a mixture may leave none
         stream = added_rows(ctx, stream, params["last_norm"])
     return pages, stream, stream.x if head_config.hands_normalised else stream.residual
 
