@@ -183,7 +183,7 @@ def adds_adapters(x, w) -> bool:
 
 
 def linear_with_adapters(
-    x, w, bias, adapters: LowRankRows, *, out_dtype, is_gated: bool = False, interpret=None
+    x, w, bias, adapters: LowRankRows, *, out_dtype, is_gated: bool = False
 ) -> jax.Array:
     """`linear` or `linear_swiglu` with what `adapters` add to each sum before it is rounded.
 
@@ -194,9 +194,7 @@ def linear_with_adapters(
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     check_supported(x, w, leaf_len=x.shape[1])
-    return _multiply_one_leaf(
-        x, w, bias, adapters, out_dtype=out_dtype, is_gated=is_gated, interpret=interpret
-    )
+    return _multiply_one_leaf(x, w, bias, adapters, out_dtype=out_dtype, is_gated=is_gated)
 
 
 def linear_swiglu(x, w_gate_up) -> jax.Array:
