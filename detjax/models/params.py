@@ -258,10 +258,6 @@ def _normalises_after(config: ModelConfig, _: int) -> bool:
     return config.norms is not NormPlacement.BEFORE
 
 
-def _has_experts(config: ModelConfig, layer_idx: int) -> bool:
-    return config.has_experts(layer_idx)
-
-
 def _has_clamped_experts(config: ModelConfig, layer_idx: int) -> bool:
     return config.has_clamped_experts and config.has_experts(layer_idx)
 
@@ -283,10 +279,6 @@ def _is_dense(config: ModelConfig, layer_idx: int) -> bool:
     return not config.has_experts(layer_idx)
 
 
-def _is_linear(config: ModelConfig, layer_idx: int) -> bool:
-    return config.is_linear(layer_idx)
-
-
 def _is_full(config: ModelConfig, layer_idx: int) -> bool:
     return not config.is_linear(layer_idx)
 
@@ -301,7 +293,9 @@ def _has_output_gate(config: ModelConfig, layer_idx: int) -> bool:
 
 def _linear(name: str, role: ParamRole, split: Split, hf_name: str, axes: str) -> Param:
     """A parameter of linear attention that is one tensor."""
-    return Param(name, role, split, _one(name, f"linear_attn.{hf_name}", axes), _is_linear)
+    return Param(
+        name, role, split, _one(name, f"linear_attn.{hf_name}", axes), ModelConfig.is_linear
+    )
 
 
 LAYER = (
@@ -316,7 +310,7 @@ LAYER = (
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC"), _is_full),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
     Param("sinks", BIAS, ROWS, _one("sinks", "self_attn.sinks", "H"), _HAS_SINKS),
-    Param("linear_in", PROJECTION, ROWS, _LINEAR_IN, _is_linear),
+    Param("linear_in", PROJECTION, ROWS, _LINEAR_IN, ModelConfig.is_linear),
     _linear("conv_q", FILTER, ROWS, "conv1d_q.weight", "LK 1 W"),
     _linear("conv_k", FILTER, ROWS, "conv1d_k.weight", "LK 1 W"),
     _linear("conv_v", FILTER, ROWS, "conv1d_v.weight", "LV 1 W"),
@@ -329,12 +323,12 @@ LAYER = (
     Param("gate_up", MATRIX, ROWS, _GATE_UP, _is_dense),
     Param("down", MATRIX, COLUMNS, _one("down", "mlp.down_proj.weight", "D F"), _is_dense),
     Param("mlp_norm_after", GAIN, WHOLE, _MLP_NORM_AFTER, _normalises_after),
-    Param("router", EXPERT, WHOLE, _ROUTER, _has_experts),
+    Param("router", EXPERT, WHOLE, _ROUTER, ModelConfig.has_experts),
     Param("router_bias", BIAS, WHOLE, _ROUTER_BIAS, _has_clamped_experts),
     Param("router_correction", BIAS, WHOLE, _ROUTER_CORRECTION, _has_sigmoid_router),
-    Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, _has_experts),
+    Param("expert_gate_up", EXPERT, ROWS, _EXPERT_GATE_UP, ModelConfig.has_experts),
     Param("expert_gate_up_bias", BIAS, ROWS, _EXPERT_GATE_UP_BIAS, _has_clamped_experts),
-    Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, _has_experts),
+    Param("expert_down", EXPERT, ROWS, _EXPERT_DOWN, ModelConfig.has_experts),
     Param("expert_down_bias", BIAS, ROWS, _EXPERT_DOWN_BIAS, _has_clamped_experts),
     Param("shared_gate_up", PROJECTION, ROWS, _SHARED_GATE_UP, _has_shared_expert),
     Param("shared_down", PROJECTION, ROWS, _SHARED_DOWN, _has_shared_expert),
