@@ -365,8 +365,7 @@ class XlaSums:
 
     def of_formula(self, formula, rows, shared, cotangents):
         """The derivative of the whole."""
-        _, pull = jax.vjp(lambda rows, shared: formula(*rows, *shared), rows, shared)
-        return pull(cotangents)
+        return _pull(formula, rows, cotangents, shared)
 
     def map_rows(self, function, rows):
         """At most `XLA_ROWS` at a time."""
