@@ -18,23 +18,15 @@ from detjax.models.params import tensor_specs
 
 
 def random_adapter(
-    config: ModelConfig,
-    *,
-    seed: int,
-    rank: int = 8,
-    expert_rank: int = 0,
-    scale: float = 2.0,
-    dtype: Any = jnp.bfloat16,
+    config: ModelConfig, *, seed: int, rank: int = 8, expert_rank: int = 0
 ) -> Adapter:
-    """Return an adapter of every linear layer, large enough to change most tokens.
+    """Return a bfloat16 adapter of every linear layer, large enough to change most tokens.
 
     Args:
         config: Of the base model.
         seed: Of the values.
         rank: Of the adapters of matrices that are of no expert.
         expert_rank: Of those of experts; 0 is none of them.
-        scale: Of all.
-        dtype: Of the values.
     """
     rng, tensors = np.random.default_rng(seed), {}
     names = (*ADAPTED, *(ADAPTED_EXPERTS if expert_rank else ()))
@@ -47,7 +39,7 @@ def random_adapter(
             a = rng.standard_normal((*lead, own, num_in), np.float32) * num_in**-0.5
             b = rng.standard_normal((*lead, num_out, own), np.float32) * own**-0.5
             tensors[i, name] = LowRank(
-                a=a.astype(dtype), b=b.astype(dtype), scale=np.float32(scale)
+                a=a.astype(jnp.bfloat16), b=b.astype(jnp.bfloat16), scale=np.float32(2)
             )
     return Adapter.of(tensors)
 

@@ -20,9 +20,7 @@ from detjax.models.heads.save import save_eagle_head
 from detjax.models.loading import LoadedModel
 
 
-def dummy_eagle(
-    target: ModelConfig, *, draft_vocab_size: int, norm_before_residual: bool = False
-) -> HeadConfig:
+def dummy_eagle(target: ModelConfig, *, draft_vocab_size: int) -> HeadConfig:
     """A head of a model of at least 4 layers, of the model's width and heads."""
     return HeadConfig(
         method=EAGLE3,
@@ -30,7 +28,6 @@ def dummy_eagle(
         feature_layers=(1, 2, 3),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=norm_before_residual,
     )
 
 
@@ -80,9 +77,9 @@ def abstract_head(model: LoadedModel, eagle: HeadConfig) -> DraftHead:
     )
 
 
-def write_dummy_head(folder: Path, eagle: HeadConfig, *, seed: int = 0) -> Path:
+def write_dummy_head(folder: Path, eagle: HeadConfig) -> Path:
     """Write a head with random weights in SGLang's form."""
-    save_eagle_head(folder, eagle, dummy_tensors(eagle, seed=seed), dummy_ids(eagle))
+    save_eagle_head(folder, eagle, dummy_tensors(eagle), dummy_ids(eagle))
     return folder
 
 

@@ -86,12 +86,10 @@ def make_load(
 
 
 def lone_answers(
-    model: LoadedModel, requests: Sequence[LoadRequest], *, max_len: int, prefill_chunk: int = 64
+    model: LoadedModel, requests: Sequence[LoadRequest], *, max_len: int
 ) -> list[list[Completion]]:
     """Answer each request alone, in `invariant` mode at batch size 1; sequences of each."""
-    config = EngineConfig(
-        batch_size=1, prefill_chunk=prefill_chunk, max_len=max_len, has_prefix_cache=False
-    )
+    config = EngineConfig(batch_size=1, prefill_chunk=64, max_len=max_len, has_prefix_cache=False)
     engine = Engine(model, config)
     return [engine.generate([drawn.request], on_token=StopAfter(drawn.stop)) for drawn in requests]
 

@@ -123,9 +123,9 @@ def _gated_names(prefix: str, channels: int, width: int) -> dict[str, tuple[int,
     return {f"{prefix}.{name}_proj.weight": shape for name, shape in shapes.items()}
 
 
-def mtp_tensors(values: Mapping[str, Any], *, seed: int = 0) -> Tensors:
+def mtp_tensors(values: Mapping[str, Any]) -> Tensors:
     """Random bfloat16 tensors of a head as they are published."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     offset = 1 - _published(values).gain  # gains of some are stored less 1
 
     def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -139,14 +139,14 @@ def mtp_tensors(values: Mapping[str, Any], *, seed: int = 0) -> Tensors:
     }
 
 
-def random_mtp_head(model: LoadedModel, layout: MtpLayout, *, seed: int = 0) -> DraftHead:
+def random_mtp_head(model: LoadedModel, layout: MtpLayout) -> DraftHead:
     """A head with random weights beside a model that was read from no folder."""
     head_config = mtp_config(model.config, layout)
     check_mtp_head(head_config, model)
 
     def make(spec: TensorSpec) -> jax.Array:
         values = np.stack([
-            np.random.default_rng([seed, *name.encode()]).standard_normal(spec.hf_shape, np.float32)
+            np.random.default_rng([0, *name.encode()]).standard_normal(spec.hf_shape, np.float32)
             for name in spec.hf_names
         ])  # fmt: skip
         values = values if spec.num_experts else values[0]
