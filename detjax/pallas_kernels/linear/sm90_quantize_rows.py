@@ -57,7 +57,7 @@ def quantize_rows(x, coding: RowCoding, *, interpret: bool = False) -> Quantized
 def rms_norm_quantize(
     x, gain, coding: RowCoding, *, eps: float, interpret: bool = False
 ) -> QuantizedRows:
-    """See `w8a8.rms_norm_quantize`: one launch.
+    """Normalise rows as `rms_norm` does, and quantise them as `quantize_rows`, in one launch.
 
     Raises:
         NotImplementedError: If K is no multiple of 512.
