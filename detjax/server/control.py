@@ -13,7 +13,7 @@ from pathlib import Path
 
 from detjax.engine.sleep import AsleepError
 from detjax.server.errors import RefusedError
-from detjax.server.served_adapters import ServedAdapters
+from detjax.server.served_adapters import NameTakenError, ServedAdapters
 from detjax.server.service import Service
 from detjax.server.turns import Hold, PauseMode
 
@@ -109,7 +109,10 @@ class Control:
         path = self._allowed(folder, field="lora_path")
         adapters = self._adapters()
         with _as_refusal("lora_path"):
-            await asyncio.to_thread(adapters.load, name, path, replaces=replaces)
+            try:
+                await asyncio.to_thread(adapters.load, name, path, replaces=replaces)
+            except NameTakenError as error:
+                raise RefusedError(str(error), field="lora_name") from error
 
     def unload_adapter(self, name: str) -> None:
         """Serve an adapter no more; requests that have it go on.

@@ -22,6 +22,10 @@ class ServedAdapter:
     sha256: str
 
 
+class NameTakenError(ValueError):
+    """A name of an adapter is that of another, or of the model."""
+
+
 class ServedAdapters:
     """Names of adapters, on one engine. From any thread."""
 
@@ -55,13 +59,14 @@ class ServedAdapters:
 
         Raises:
             FileNotFoundError: If a file is missing.
-            ValueError: If the name is taken, or the adapter does not go with the model. The other
-                one is served then as before.
+            NameTakenError: If the name is that of another.
+            ValueError: If the adapter does not go with the model. The other one is served then as
+                before.
         """
         with self._lock:
             old = self._known.get(name)
             if name == self._model_name or (old is not None and not replaces):
-                raise ValueError(f"{name!r} is served already; unload it, or give another name")
+                raise NameTakenError(f"{name!r} is served already; unload it, or give another name")
             sha256 = self._engine.load_adapter(folder)
             adapter = self._known[name] = ServedAdapter(name=name, sha256=sha256)
             if old is not None:

@@ -198,9 +198,10 @@ def test_an_adapter_is_replaced_in_place_as_trainers_ask_for_it(server, expected
         assert reload(client, "policy", allowed / "hill").status_code == 200
         assert digest(client) == expected["hill"].digest()
         assert answer(client, "sea")["choices"][0]["detjax"]["digest"] == expected["sea"].digest()
-        for refused in (reload(client, "policy", allowed / "dora"),
-                        reload(client, "novels-6m", allowed / "sea")):  # fmt: skip
-            assert refused.status_code == 400
+        for refused, field in ((reload(client, "policy", allowed / "dora"), "lora_path"),
+                               (reload(client, "novels-6m", allowed / "sea"), "lora_name"),
+                               (load(client, "policy", allowed / "sea"), "lora_name")):  # fmt: skip
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == field
         assert digest(client) == expected["hill"].digest()
         assert unload(client, "policy").status_code == 200
 

@@ -122,7 +122,7 @@ class OutputProcessor:
         if logprob == NO_TOKEN_LOGPROB:
             error = (
                 f"no token is possible at position {position}: allowed_token_ids, bad_words, "
-                "min_tokens and structured_output together forbid every one"
+                "min_tokens and structured output together forbid every one"
             )
             self.finish(seq, FinishReason.ERROR, NoTokenError(error))
             return False
