@@ -4,13 +4,16 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import rich.console
 import rich.progress
 
 EVERY_S = 5.0
 """Seconds between lines where there is no terminal."""
+
+COMPILE_STAGES = "compiling programs", "checking programs"
+"""Of `Engine.compile`."""
 
 Progress = Callable[[str, int, int], None]
 """Told (what was just done, done, total)."""
@@ -47,48 +50,55 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def show_progress(
-    stage: str, console: rich.console.Console, say: Say, *, in_bytes: bool = False, then: str = ""
+    stage: str, console: rich.console.Console, say: Say, *, in_bytes: bool = False
 ) -> Iterator[Progress]:
-    """Show how far a stage of a start is, until the end of the context.
+    """Show how far a stage of a start is: `show_stages` of one."""
+    with show_stages((stage,), console, say, in_bytes=in_bytes) as (progress,):
+        yield progress
+
+
+@contextlib.contextmanager
+def show_stages(
+    stages: Sequence[str], console: rich.console.Console, say: Say, *, in_bytes: bool = False
+) -> Iterator[list[Progress]]:
+    """Show how far stages of a start are, which may overlap, until the end of the context.
 
     Args:
-        stage: What is done, such as "compiling".
-        console: Shows a bar if it is a terminal.
+        stages: What is done, such as "compiling"; all but the first begin when they are told of.
+        console: Shows bars if it is a terminal.
         say: Writes a line now and then if it is none.
         in_bytes: What is counted are bytes.
-        then: What is done once all is counted; empty is nothing.
     """
     if console.is_terminal:
-        with _bar(stage, console, in_bytes=in_bytes, then=then) as bar:
-            yield bar
+        columns = rich.progress.Progress.get_default_columns()
+        if not in_bytes:
+            columns += (rich.progress.MofNCompleteColumn(),)
+        with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+            yield [_bar(bar, stage, is_seen=stage == stages[0]) for stage in stages]
         return
 
-    heartbeat = Heartbeat(say)
+    heartbeat, far = Heartbeat(say), {stages[0]: stages[0]}
 
-    def progress(what: str, done: int, total: int) -> None:
-        far = f"{done / max(total, 1):.0%}" if in_bytes else f"{done} of {total}"
-        heartbeat.update(then if then and done == total else f"{stage}: {far}")
+    def of(stage: str) -> Progress:
+        def progress(what: str, done: int, total: int) -> None:
+            share = f"{done / max(total, 1):.0%}" if in_bytes else f"{done} of {total}"
+            far[stage] = f"{stage}: {share}"
+            heartbeat.update(", ".join(list(far.values())))
 
-    heartbeat.update(stage)
+        return progress
+
+    heartbeat.update(stages[0])
     try:
-        yield progress
+        yield [of(stage) for stage in stages]
     finally:
         heartbeat.stop()
 
 
-@contextlib.contextmanager
-def _bar(
-    stage: str, console: rich.console.Console, *, in_bytes: bool, then: str
-) -> Iterator[Progress]:
-    columns = rich.progress.Progress.get_default_columns()
-    if not in_bytes:
-        columns += (rich.progress.MofNCompleteColumn(),)
-    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(stage, total=None)
+def _bar(bar: rich.progress.Progress, stage: str, *, is_seen: bool) -> Progress:
+    """A line of a bar, which appears when something is told."""
+    task = bar.add_task(stage, total=None, visible=is_seen)
 
-        def progress(what: str, done: int, total: int) -> None:
-            is_then = then and done == total
-            shown = then if is_then else f"{stage} {what}"
-            bar.update(task, description=shown, completed=done, total=None if is_then else total)
+    def progress(what: str, done: int, total: int) -> None:
+        bar.update(task, description=f"{stage} {what}", completed=done, total=total, visible=True)
 
-        yield progress
+    return progress

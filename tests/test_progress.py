@@ -8,9 +8,10 @@ import pytest
 import rich.console
 
 from detjax import progress
-from detjax.progress import Heartbeat, show_progress
+from detjax.progress import Heartbeat, show_progress, show_stages
 
 BYTES = {"in_bytes": True}
+STAGES = "compiling", "checking"
 
 
 @pytest.fixture
@@ -37,8 +38,6 @@ def no_terminal() -> rich.console.Console:
         (BYTES, 0, "loading: 0%, "),
         (BYTES, 3, "loading: 75%, "),
         ({}, 3, "loading: 3 of 4, "),
-        ({"then": "checking"}, 3, "loading: 3 of 4, "),
-        ({"then": "checking"}, 4, "checking, "),
     ],
 )
 def test_a_stage_says_how_far_it_is(lines, options, done, says):
@@ -71,14 +70,26 @@ def test_a_stage_that_fails_says_no_more(lines):
     assert len(lines) == count
 
 
-def test_a_terminal_has_a_bar_and_no_lines(lines):
+def test_stages_that_overlap_are_told_side_by_side(lines):
+    with show_stages(STAGES, no_terminal(), lines.append) as (compiled, checked):
+        compiled("decode 8x1", 1, 2)
+        wait_for(lines, "compiling: 1 of 2, 0 s")
+        checked("decode 8x1", 1, 3)
+        wait_for(lines, "compiling: 1 of 2, checking: 1 of 3, ")
+        compiled("prefill 1x64", 2, 2)
+        wait_for(lines, "compiling: 2 of 2, checking: 1 of 3, ")
+
+
+def test_a_terminal_has_bars_and_no_lines(lines):
     file = io.StringIO()
     screen = rich.console.Console(file=file, force_terminal=True, width=120)
-    with show_progress("compiling", screen, lines.append, then="checking") as tell:
-        tell("decode 8x1", 1, 2)
-        tell("prefill 1x64", 2, 2)
+    with show_stages(STAGES, screen, lines.append) as (compiled, checked):
+        compiled("decode 8x1", 1, 2)
+        assert "checking" not in file.getvalue()
+        checked("prefill 1x64", 2, 3)
     shown = file.getvalue()
-    assert "compiling" in shown and "checking" in shown and lines == []
+    assert "compiling" in shown and "checking prefill 1x64" in shown and "2/3" in shown
+    assert lines == []
 
 
 def test_a_heartbeat_begins_again(lines):

@@ -121,8 +121,8 @@ def run(args: GenerateArgs, *, open_model: OpensModel) -> int:
     plans = plan_runs(args, batch, asked, lambda asked: model.size_engine(asked, batch.work))
     display.facts(report.card(args, files, model.config_of(plans[0].engine)))
     if args.warm:
-        with display.compiling() as progress:
-            compiled = warm(model.make_llm(plans[0].engine).engine, progress)
+        with display.compiling() as (progress, checked):
+            compiled = warm(model.make_llm(plans[0].engine).engine, progress, checked)
         report.show_compiled(compiled, display)
         return OK
     if is_drawn:

@@ -8,7 +8,7 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
-from detjax.progress import Heartbeat, Progress, show_progress
+from detjax.progress import COMPILE_STAGES, Heartbeat, Progress, show_progress, show_stages
 
 MAX_LINES = 10
 """Most differences that are written, one a line."""
@@ -52,15 +52,13 @@ class Display:
             table.add_row(*map(str, row))
         self._console.print(table)
 
-    def progress(
-        self, stage: str, *, in_bytes: bool = False, then: str = ""
-    ) -> AbstractContextManager[Progress]:
+    def progress(self, stage: str, *, in_bytes: bool = False) -> AbstractContextManager[Progress]:
         """See `show_progress`. Yields a function of (what, done, total)."""
-        return show_progress(stage, self._console, self.line, in_bytes=in_bytes, then=then)
+        return show_progress(stage, self._console, self.line, in_bytes=in_bytes)
 
-    def compiling(self) -> AbstractContextManager[Progress]:
-        """`progress` of programs."""
-        return self.progress("compiling programs", then="checking programs")
+    def compiling(self) -> AbstractContextManager[list[Progress]]:
+        """`progress` of programs, as they are compiled and as they are checked."""
+        return show_stages(COMPILE_STAGES, self._console, self.line)
 
     def busy(self, text: str) -> None:
         """Show that something is going on, until `idle`: elsewhere than on a terminal by lines."""

@@ -96,8 +96,9 @@ def run_batch(
     texts = llm.text_batch(batch.requests)
     listener = _Listener(plan, texts, writer, display, processes, is_live=is_live)
     requests = _requests(texts, plan)
-    with display.compiling() as progress, processes.working():
-        llm.engine.compile(processes.telling(progress), requests)
+    with display.compiling() as stages, processes.working():
+        compiled, checked = map(processes.telling, stages)
+        llm.engine.compile(compiled, requests, checked=checked)
     ahead_s = llm.engine.stats().compile_s
     display.busy("reading the prompts")
     processes.check_same("requests", repr(requests))

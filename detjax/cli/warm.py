@@ -19,12 +19,13 @@ class Compiled:
     ready_s: float
 
 
-def warm(engine: "Engine", progress: Progress) -> tuple[Compiled, ...]:
+def warm(engine: "Engine", progress: Progress, checked: Progress) -> tuple[Compiled, ...]:
     """Compile all that requests can need, several programs at a time.
 
     Args:
         engine: Which has computed nothing.
-        progress: Told (what, done, total).
+        progress: Told (what, done, total) of what is compiled.
+        checked: The same of what is checked.
     """
     begin_s = time.perf_counter()
     found = []
@@ -33,5 +34,5 @@ def warm(engine: "Engine", progress: Progress) -> tuple[Compiled, ...]:
         found.append(Compiled(name=what, ready_s=time.perf_counter() - begin_s))
         progress(what, done, total)
 
-    engine.compile(compiled)
+    engine.compile(compiled, checked=checked)
     return tuple(found)

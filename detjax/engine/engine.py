@@ -756,22 +756,25 @@ class Engine:
         self,
         progress: Callable[[str, int, int], None] = ignore_compiling,
         requests: abc.Sequence[Request] | None = None,
+        *,
+        checked: Callable[[str, int, int], None] = ignore_compiling,
     ) -> None:
-        """Compile programs ahead, several at a time.
+        """Compile programs ahead, several at a time, and compare each that makes a claim.
 
         What is not compiled ahead is compiled by the step that first needs it, while all wait.
 
         Args:
-            progress: Told (what, done, total).
+            progress: Told (what, done, total) of what is compiled.
             requests: Those that will be asked, and no other: only what they can need is compiled.
                 None compiles all programs, so that no request needs another.
+            checked: Told the same of what is compared, from another thread.
 
         Raises:
             EngineStoppedError: If an error has stopped the engine.
         """
         self._refuse_if_stopped()
         self._sleep.refuse_if_asleep()
-        self._runner.compile(progress, requests)
+        self._runner.compile(progress, requests, checked)
 
     # -------------------------------------------------------------------------------- observability
 

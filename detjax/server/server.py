@@ -26,7 +26,7 @@ from detjax.llm import LLM
 from detjax.models.adapters.stack import num_adapter_slots
 from detjax.models.generation_config import default_sampling
 from detjax.parallel.job_spec import JobSpec
-from detjax.progress import show_progress
+from detjax.progress import COMPILE_STAGES, show_progress, show_stages
 from detjax.proof.signing import SigningKey
 from detjax.server.app import make_app
 from detjax.server.job import Leader
@@ -103,8 +103,8 @@ def _make_ready(llm: LLM, *, compiles: bool, hashes: bool) -> None:
         if compiles:
             begin_s = time.perf_counter()
             console = rich.console.Console(stderr=True)
-            with show_progress("compiling", console, LOG.info, then="checking programs") as told:
-                llm.engine.compile(told)
+            with show_stages(COMPILE_STAGES, console, LOG.info) as (compiled, checked):
+                llm.engine.compile(compiled, checked=checked)
             LOG.info("compiled and checked in %.1f s", time.perf_counter() - begin_s)
         if hashing is not None:
             hashing.result()

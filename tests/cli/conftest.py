@@ -109,10 +109,17 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(compile_s=0.5, prefill_tokens=10)
 
-    def compile(self, progress: Progress, requests: Sequence[Request] | None = None) -> None:
+    def compile(
+        self,
+        progress: Progress,
+        requests: Sequence[Request] | None = None,
+        *,
+        checked: Progress,
+    ) -> None:
         names = ["prefill", "decode", "choice"]
-        for done, name in enumerate(names, start=1):
-            progress(name, done, len(names))
+        for told in (progress, checked):
+            for done, name in enumerate(names, start=1):
+                told(name, done, len(names))
 
     def generate(
         self,

@@ -361,9 +361,15 @@ def test_programs_are_shared_only_by_engines_of_the_same_sizes():
 @pytest.mark.slow
 def test_compiling_ahead_shows_progress_and_leaves_nothing_to_compile():
     made = engine(decode_batches=(1, 2), num_pages=30)
-    told = []
-    made.compile(lambda name, done, total: told.append((name, done, total)))
+    told, checked = [], []
+    made.compile(
+        lambda name, done, total: told.append((name, done, total)),
+        checked=lambda name, done, total: checked.append((name, done, total)),
+    )
     total = len(told)
+    num_checked = made.stats().num_self_checked
+    assert [done for _, done, _ in checked] == list(range(1, num_checked + 1))
+    assert {each for *_, each in checked} == {num_checked} and len(dict.fromkeys(checked)) > 1
     assert total >= len(set(made.programs)) > 0
     assert [done for _, done, _ in told] == list(range(1, total + 1))
     assert {each for *_, each in told} == {total}

@@ -240,10 +240,11 @@ class ModelRunner:
     def compile(
         self,
         progress: Callable[[str, int, int], None],
-        requests: abc.Sequence[Request] | None = None,
+        requests: abc.Sequence[Request] | None,
+        checked: Callable[[str, int, int], None],
     ) -> None:
         """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
-        self._ready.compile(progress, requests)
+        self._ready.compile(progress, requests, checked)
         self._adapters.compile()
 
     def run_check(

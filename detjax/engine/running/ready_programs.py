@@ -2,6 +2,7 @@
 """The programs of an engine, each compiled and compared with prefill before it first runs."""
 
 import dataclasses
+import itertools
 import logging
 import os
 import time
@@ -54,6 +55,11 @@ from detjax.models.params import Params
 
 LOG = logging.getLogger(__name__)
 """Says what is compiled while requests wait."""
+
+
+def ignore_checks(name: str, done: int, total: int) -> None:
+    """Show nothing."""
+
 
 GivesIdlePages = Callable[[int], tuple[list[list[int]], list[list[int]] | None]]
 """Pages of each replica that nobody holds, at least so many if there are; and those of local
@@ -134,7 +140,8 @@ class ReadyPrograms:
     def compile(
         self,
         progress: Callable[[str, int, int], None],
-        requests: abc.Sequence[Request] | None = None,
+        requests: abc.Sequence[Request] | None,
+        checked: Callable[[str, int, int], None],
     ) -> None:
         """Compile the programs that requests can need, several at a time: see `Engine.compile`."""
         keys = program_keys(self._config)
@@ -159,14 +166,17 @@ class ReadyPrograms:
             # Each program is checked when it is there, while others are still compiled.
             checking = None
             if checks_early:
-                checking = pool.submit(copy_context().run, self._check_new, wanted)
+                checking = pool.submit(copy_context().run, self._check_new, wanted, checked)
             futures = {key: pool.submit(self._get, key, asked) for key in missing}
             for done, (key, future) in enumerate(futures.items(), start=1):
                 future.result()
                 progress(key.name, done, len(missing))
             self._count_compiled(len(missing), begin_s)
             begin_s = time.perf_counter()
-            num_checked = self._check_new(wanted) if checking is None else checking.result()
+            if checking is None:
+                num_checked = self._check_new(wanted, checked)
+            else:
+                num_checked = checking.result()
         self._note_checking(num_checked, begin_s)
 
     def _start_workers(self, missing: abc.Sequence[AnyKey]) -> CompileWorkers | None:
@@ -211,7 +221,7 @@ class ReadyPrograms:
             self._count_compiled(1, begin_s)
             LOG.info("compiled after %.1f s: %s", time.perf_counter() - begin_s, key.name)
         begin_s = time.perf_counter()
-        self._note_checking(self._check_new((key,)), begin_s)
+        self._note_checking(self._check_new((key,), ignore_checks), begin_s)
         return self._get(key)
 
     def _count_compiled(self, count: int, begin_s: float) -> None:
@@ -222,10 +232,12 @@ class ReadyPrograms:
 
     # ------------------------------------------------------------------------------------- checking
 
-    def _check_new(self, keys: abc.Sequence[AnyKey]) -> int:
+    def _check_new(
+        self, keys: abc.Sequence[AnyKey], progress: Callable[[str, int, int], None]
+    ) -> int:
         """Compare the programs among these that make a claim with prefill, once each.
 
-        Waits for those that are still compiled.
+        Waits for those that are still compiled. `progress` is told (what, done, total).
 
         Returns:
             How many there were.
@@ -235,19 +247,27 @@ class ReadyPrograms:
         new = [key for key in keys if key in self._checkable and key not in self.cache.checked]
         forward = [key for key in new if isinstance(key, ProgramKey)]
         choices = [key for key in new if isinstance(key, ChoiceKey)]
+        count = itertools.count(1)
+
+        def checked(key: AnyKey) -> None:
+            progress(key.name, next(count), len(new))
+
         if forward:
-            self.cache.checked.update(self._check(forward, None))
+            self.cache.checked.update(self._check(forward, None, checked))
         for kind in CHOICES:
             some = [key for key in choices if (key.with_filters, key.num_top) == kind]
             known = {leaves_for(key, (*self.cache, *keys)): key for key in some}
             if before := [key for key in known if key is not None]:
-                done = self._check(before, kind)
+                done = self._check(before, kind, lambda key, known=known: checked(known[key]))
                 self.cache.checked.update(known[key] for key in done)
         self._stats.num_self_checked += sum(key in self.cache.checked for key in new)
         return len(new)
 
     def _check(
-        self, keys: abc.Sequence[ProgramKey], choice: tuple[bool, int] | None
+        self,
+        keys: abc.Sequence[ProgramKey],
+        choice: tuple[bool, int] | None,
+        on_checked: Callable[[ProgramKey], None],
     ) -> list[ProgramKey]:
         """Compare programs, with choice programs of a kind behind them or alone; the checked."""
         idle, local = self._idle()
@@ -260,8 +280,9 @@ class ReadyPrograms:
         )
         reference = self._reference_key(keys)
         done, found = check_programs(
-            self._model, self._config, keys, reference, context, choice=choice
-        )
+            self._model, self._config, keys, reference, context,
+            choice=choice, on_checked=on_checked,
+        )  # fmt: skip
         self._claim.note(found)
         return done
 

@@ -7,7 +7,7 @@ logprobs and what was written must have the same bits. Before the test other tok
 there, by the program or by one of more rows, so that a write that does not happen shows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.running.program_key import (
@@ -67,6 +67,7 @@ def check_programs(
     reference: ProgramKey,
     context: CheckContext,
     choice: tuple[bool, int] | None = None,
+    on_checked: Callable[[ProgramKey], None] = lambda key: None,
 ) -> tuple[list[ProgramKey], list[CheckDifference]]:
     """Compare programs with a prefill program.
 
@@ -78,6 +79,7 @@ def check_programs(
         context: What it may use.
         choice: Of `program_key.CHOICES`: the choice program that follows each of them, and the
             reference. None compares what the programs themselves choose.
+        on_checked: Told of each program, when it has been compared for the first time.
 
     Returns:
         The programs that were checked (those for whose probes there are pages), and what differed.
@@ -110,6 +112,7 @@ def check_programs(
                 found += session.check(key, _writer(key, keys, len(of_key)), of_key)
                 if key not in checked:
                     checked.append(key)
+                    on_checked(key)
     return checked, found
 
 
