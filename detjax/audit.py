@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m detjax.audit FILE`: check receipts by prefill, at a fraction of the decode cost.
 
-The model gets the answer in windows of many tokens. At each position the choice is made again
-from the published noise. Prefill and decode have the same bits, so this is exact: every token and
-every float32 logprob must equal the receipt's. With --positions tokens are drawn, and answers are
-checked as far as the last one that is drawn in them.
+The answer is prefilled in windows of many tokens. Each token is chosen again, from its logits and
+the noise of the receipt's seed. Prefill and decode have the same bits, so every token and every
+float32 logprob must equal the receipt's. With --positions tokens are drawn at random, and each
+answer is checked up to its last drawn token.
 """
 
 import argparse
@@ -28,26 +28,27 @@ if TYPE_CHECKING:  # imports JAX
 _WINDOW = Option(
     name="window",
     parse=int,
-    default_text=f"what pads least, {MOST_WINDOW} at most",
-    help="tokens of an answer in a window",
+    default_text=f"the length with the least padding, at most {MOST_WINDOW}",
+    help="tokens of an answer per prefill window",
 )
 _POSITIONS = Option(
     name="positions",
     parse=int,
     default_text="all",
-    help="draw so many tokens of all answers; check each answer up to its last one, others not",
+    help="draw N tokens at random from all answers. An answer is checked up to its last drawn "
+    "token; an answer without one is not checked",
 )
 _SEED = Option(
     name="seed",
     metavar="TEXT",
-    default_text="drawn, and printed",
-    help="decides which positions are drawn: any text, such as the value of a public beacon",
+    default_text="random, and printed",
+    help="seed of the draw of --positions: any text, such as the value of a public beacon",
 )
 _RESULTS = Option(
     name="results",
     metavar="FILE",
     parse=Path,
-    help="keep the result of each receipt here; receipts with a result are not checked again",
+    help="file for the result of each receipt. Receipts that have a result in it are skipped",
 )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.convert_gguf`: make a folder in Hugging Face format of a GGUF file.
+"""`python -m detjax.convert_gguf`: convert a GGUF file to a folder in Hugging Face format.
 
-Weights become bfloat16: what the file's blocks stand for, rounded once. Llama, Qwen2 and Qwen3 with
-the tokenizers of Llama 3, Qwen2 and SmolLM are known. Needs the extra `gguf`.
+The weights are dequantised and rounded once, to bfloat16. Supported are Llama, Qwen2 and Qwen3 with
+the tokenizers of Llama 3, Qwen2 and SmolLM. Needs the extra: pip install "detjax[gguf]".
 """
 
 import argparse
@@ -29,12 +29,12 @@ examples:
 def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser("convert_gguf", description=description_of(__doc__), epilog=EXAMPLES)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of a whole model")
+    parser.add_argument("file", type=Path, metavar="FILE", help="GGUF file of a whole model")
     parser.add_argument(
         "folder",
         type=Path,
         metavar="DIR",
-        help="folder to make; it must be empty, or not exist yet",
+        help="folder for the model; it must be empty or not exist",
     )
     add_options(parser, "output", (options.QUIET,))
     return parser

@@ -21,14 +21,16 @@ HELP = f"""\
 usage: {PROG} [run] --tasks TASK [--model_args NAME=VALUE,...] [options of run]
        {PROG} ls tasks | validate --tasks TASK
 
-lm-evaluation-harness with the model detjax: the same responses and scores at any batch and mesh.
+Run lm-evaluation-harness on detjax. Responses and scores are the same at any batch size and mesh.
 
---model_args: model or pretrained (a folder, a Hugging Face id, {BUNDLED_NAME}), tp, dp, mode,
-  dtype, max_len, revision and the other options of detjax.LLM; max_gen_toks, add_bos_token, seed.
-  vLLM's names mean the same: tensor_parallel_size, data_parallel_size, max_model_len, max_length.
---batch_size: sequences that run at once; by default detjax.LLM chooses. No answer depends on it.
+--model_args   `model` or `pretrained` is a folder, a Hugging Face id or {BUNDLED_NAME}.
+               Others are max_gen_toks, add_bos_token, seed, and the options of detjax.LLM: tp, dp,
+               mode, dtype, max_len, revision and others. vLLM's names are accepted too:
+               tensor_parallel_size, data_parallel_size, max_model_len, max_length.
+--batch_size   most sequences that run at once (default: detjax.LLM chooses). It changes no answer.
 
-`{PROG} run --help` lists what the harness takes, `ls tasks` its tasks.
+`{PROG} run --help` lists the options of the harness,
+`{PROG} ls tasks` its tasks.
 
 examples:
   {PROG} --tasks gsm8k --model_args pretrained=Qwen/Qwen3-0.6B --limit 100

@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # imports JAX
     from detjax.training.grpo import GrpoArgs
 
 _DESCRIPTION = """\
-Train a model with GRPO on problems that a program can check, on exactly what it sampled.
+Train a model with GRPO on problems whose answers a program can check, exactly on-policy.
 
 Each step samples answers with the serving engine, rewards them, and makes one update from the
-trainer's own log-probabilities of the same tokens. The column KL says how far the two are apart.
-With the invariant rollout it is exactly 0.0 at every step, because the trainer's forward pass has
-the bits of the engine. Here the engine runs on --rollout-tp devices and the trainer on --devices.
-No importance weights are needed, and none are used. The kernels of the fast rollout make no claim.
-The same run then trains on probabilities that no sample came from."""
+trainer's log-probabilities of the same tokens. The column KL is the divergence of the sampler's
+probabilities from the trainer's. With --rollout invariant it is exactly 0.0 at every step, because
+the trainer's forward pass has the bits of the engine, although the engine runs on --rollout-tp
+devices and the trainer on --devices. No importance weights are needed, and none are used. With
+--rollout fast the kernels make no claim, and the trainer's probabilities are not the sampler's."""
 
 _EPILOG = f"""\
 examples:
@@ -45,13 +45,13 @@ examples:
   python -m detjax.grpo --rollout invariant --resume runs/a/step10-seed0 --steps 20
   python -m detjax.grpo --rollout invariant --save runs/b --save-every 5 --steps 200
 
-The first takes minutes on a laptop.
+The first example takes minutes on a laptop.
 
-A row of rows.jsonl: rollout, seed, step, weight_version (updates the sampling weights had seen),
-reward (mean), entropy (nats a token), kl, max_difference (of a log-probability), num_different and
-num_tokens, gradient_norm, rollout_s, train_s, and the fingerprint of the numerics. runs.json has
-the final table, one object a run. A resumed run adds its rows and its object to those of
-its --output.
+A row of rows.jsonl has: rollout, seed, step, weight_version (updates of the sampling weights so
+far), reward (mean), entropy (nats per token), kl, max_difference (largest, of log-probabilities),
+num_different and num_tokens, gradient_norm, rollout_s and train_s (seconds), and the fingerprint of
+the numerics. runs.json has the final table, one object per run. A resumed run appends to the files
+of its --output.
 
 {EXIT_CODES}"""
 
@@ -68,38 +68,44 @@ _TASK = (
         name="task",
         default="arithmetic",
         choices=("arithmetic", "gsm8k"),
-        help="arithmetic: generated two-digit sums, of which the bundled model gets 64 %% right; "
-        "gsm8k: word problems from --problems",
+        help="arithmetic: generated two-digit sums; the bundled model gets 64 %% right. gsm8k: "
+        "word problems, read from --problems",
     ),
-    Option(name="problems", parse=Path, metavar="FILE", help="JSON lines with question and answer"),
+    Option(
+        name="problems", parse=Path, metavar="FILE", help="JSON lines with `question` and `answer`"
+    ),
     Option(
         name="reward",
         metavar="MODULE:FUNCTION",
-        default_text="that of the task",
-        help="your function in place of the task's reward: function(problem, text) -> float; "
-        "problem has prompt and answer, text is what was sampled; any finite number",
+        default_text="the reward of the task",
+        help="a function of yours that replaces the task's reward: function(problem, text) -> "
+        "float, any finite number. `problem` has `prompt` and `answer`; `text` is the sampled "
+        "answer",
     ),
 )
 _ROLLOUT_TP = Option(
     name="rollout_tp",
     parse=int,
     default=4,
-    help="devices that the engine splits the model over; virtual ones on a CPU",
+    help="tensor-parallel devices of the engine; virtual ones on a CPU",
 )
 _DEVICES = Option(
     name="devices",
     parse=int,
     default=1,
-    help="devices of the trainer, a power of two that divides the microbatches",
+    help="devices of the trainer: a power of two that divides the number of microbatches",
 )
 _TRAINER_TP = Option(
     name="trainer_tp",
     parse=int,
     default=1,
-    help="devices of the trainer, of --devices, that share each layer as the engine's do",
+    help="tensor-parallel devices of the trainer, among its --devices",
 )
 _BATCH_SIZE = replace(
-    options.BATCH_SIZE, default=64, default_text="64", help="answers the engine works on at once"
+    options.BATCH_SIZE,
+    default=64,
+    default_text="64",
+    help="most answers that the engine samples at once",
 )
 _PLACE = (
     _ROLLOUT_TP,
@@ -107,27 +113,28 @@ _PLACE = (
     _TRAINER_TP,
     _BATCH_SIZE,
     Option(
-        name="backward",
-        default="canonical",
-        choices=("canonical", "xla"),
-        help="sums of gradients: canonical, whose bits no cut of the batch changes, or XLA's, "
-        "which are faster and depend on --microbatch",
-    ),
-    Option(
         name="remat",
         default=True,
-        help="compute activations again for the backward pass; without it all are kept, which is "
+        help="recompute activations in the backward pass. --no-remat keeps all of them, which is "
         "faster and takes more memory",
     ),
 )
-_STEPS = Option(name="steps", parse=int, default=30, help="updates")
+_STEPS = Option(name="steps", parse=int, default=30, help="number of updates")
 _TRAINING = (
+    Option(
+        name="backward",
+        default="canonical",
+        choices=("canonical", "xla"),
+        help="kernels that sum gradients. canonical: the bits do not depend on --microbatch or "
+        "--devices. xla: XLA's, which are faster, and whose bits do",
+    ),
     Option(
         name="rollout",
         default="both",
         choices=tuple(_ROLLOUTS),
-        help="kernels that sample: canonical, XLA's fastest, or both in a run each. With "
-        "--lora-rank the other one is canonical as well, with the adapter added to the weights",
+        help="kernels that sample. invariant: batch-invariant. fast: XLA's. both: one run with "
+        "each. With --lora-rank, fast is batch-invariant too, with the adapter merged into the "
+        "weights",
     ),
     _STEPS,
     Option(
@@ -135,7 +142,7 @@ _TRAINING = (
         parse=int,
         nargs="+",
         default_text="0",
-        help="seeds of problems and noise, a run each",
+        help="seeds of problems and sampling noise, one run per seed",
     ),
     Option(
         name="learning_rate", parse=float, default=3e-5, metavar="X", help="learning rate of Adam"
@@ -145,45 +152,43 @@ _TRAINING = (
         parse=float,
         default=1.0,
         metavar="X",
-        help="longest gradient that is applied unscaled",
+        help="gradients with a larger norm are scaled down to this norm",
     ),
     Option(
         name="lora_rank",
         parse=int,
         default=0,
-        help="train an adapter (LoRA) of this rank in place of the weights; 0 trains the weights",
+        help="train a LoRA adapter of this rank; 0: train the weights",
     ),
     Option(
         name="lora_alpha",
         parse=float,
         default=16.0,
         metavar="X",
-        help="alpha of the adapter, whose scale is alpha over rank",
+        help="alpha of the LoRA adapter, whose scale is alpha / rank",
     ),
     Option(
         name="lora_target_modules",
         nargs="+",
         metavar="NAME",
-        default_text="all-linear, all that may have an adapter, experts included",
-        help="names that the modules of the adapter end with, such as q_proj v_proj",
+        default_text="all-linear: all modules that can have an adapter, experts included",
+        help="modules of the LoRA adapter, by the end of their names, such as q_proj v_proj",
     ),
-    Option(name="prompts", parse=int, default=16, help="problems a step"),
-    Option(name="samples", parse=int, default=8, help="answers to each"),
-    Option(
-        name="microbatch", parse=int, default=16, help="answers whose gradient is computed at once"
-    ),
+    Option(name="prompts", parse=int, default=16, help="problems per step"),
+    Option(name="samples", parse=int, default=8, help="answers per problem"),
+    Option(name="microbatch", parse=int, default=16, help="answers per gradient computation"),
     Option(
         name="max_prompt",
         parse=int,
         default_text="10 for arithmetic, 256 for gsm8k",
-        help="longest prompt in tokens; longer problems are an error",
+        help="most tokens of a prompt; a longer problem is an error",
     ),
     replace(
         options.MAX_TOKENS,
         default=None,
         parse=int,
         default_text="5 for arithmetic, 512 for gsm8k",
-        help="longest answer",
+        help="most tokens of an answer",
     ),
 )
 _OUTPUT = replace(
@@ -191,14 +196,14 @@ _OUTPUT = replace(
     parse=Path,
     metavar="FOLDER",
     default_text="no files",
-    help="write rows.jsonl, runs.json and curves.png here",
+    help="folder for rows.jsonl, runs.json and curves.png",
 )
 _SAVE_EVERY = Option(
     name="save_every",
     parse=int,
     metavar="N",
-    default_text="the last step alone",
-    help="write it after each N steps as well, so that a killed run can be continued",
+    default_text="after the last step only",
+    help="also write the state after every N steps, so that --resume can continue a killed run",
 )
 _FILES = (
     _OUTPUT,
@@ -206,16 +211,16 @@ _FILES = (
         name="save",
         parse=Path,
         metavar="FOLDER",
-        help="write the state after the last step to FOLDER/stepN-seedM, and in it the trained "
-        "model as a Hugging Face folder",
+        help="write the state after the last step to FOLDER/stepN-seedM, with the trained model as "
+        "a Hugging Face folder",
     ),
     _SAVE_EVERY,
     Option(
         name="resume",
         parse=Path,
         metavar="FOLDER",
-        help="continue a saved state, or the newest finished one of a --save folder, with the bits "
-        "of a run without the stop",
+        help="continue from a saved state, or from the newest complete one in a --save folder. The "
+        "bits are those of a run without interruption",
     ),
 )
 
@@ -223,10 +228,10 @@ _FILES = (
 def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser("grpo", description=_DESCRIPTION, epilog=_EPILOG)
-    add_options(parser, "what is trained", _TASK)
-    add_options(parser, "where it runs; changes no bit of the invariant run", _PLACE)
-    add_options(parser, "how it is trained", _TRAINING)
-    add_options(parser, "what is kept", _FILES)
+    add_options(parser, "model and task", _TASK)
+    add_options(parser, "where it runs (these options change no bit of an invariant run)", _PLACE)
+    add_options(parser, "training", _TRAINING)
+    add_options(parser, "output", _FILES)
     return parser
 
 
@@ -285,7 +290,8 @@ def _main(args: argparse.Namespace) -> int:
     with bad_input(kinds=(ModuleNotFoundError,)):  # of the extra that training needs
         from detjax.training.grpo import prepare
         from detjax.training.grpo_runs import run_all, summary, write_results
-    with bad_input():
+    rollout_tp = f"{_ROLLOUT_TP.flag} {args.rollout_tp} must"
+    with bad_input(rephrase=lambda text: text.replace(f"tp={args.rollout_tp} must", rollout_tp)):
         setup = prepare(grpo_args(args))
         console.print(
             f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s) with tp "

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m detjax.quantize`: make an 8-bit or 4-bit copy of a model, by rounding to nearest.
 
-The copy is in compressed-tensors' format, which detjax, vLLM and transformers read. Nothing is
-calibrated, so the quality is that of plain rounding. Embeddings, lm_head, norms, routers and linear
-attention keep their bits. `ignore` in the copy's config.json names the linear modules among them.
+The copy is in the format of compressed-tensors, which detjax, vLLM and transformers read. There is
+no calibration, so the quality is that of rounding to nearest. Embeddings, lm_head, norms, routers
+and linear attention are not quantised; `ignore` in the copy's config.json lists the linear modules
+among them.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.cli.options import Option, add_options
 
 SCHEMES = {
-    "fp8-dynamic": "float8_e4m3fn, a scale for each output channel; activations in 8 bits, too",
-    "fp8-block": "float8_e4m3fn, a scale for each block of 128 x 128; activations in 8 bits, too",
-    "int8-w8a8": "int8, a scale for each output channel; activations in 8 bits, too",
-    "int8-w8a16": "int8, a scale for each output channel",
-    "int4-w4a16": "int4, a scale for each group of input channels of an output channel",
+    "fp8-dynamic": "float8_e4m3fn, one scale per output channel, 8-bit activations",
+    "fp8-block": "float8_e4m3fn, one scale per block of 128 x 128, 8-bit activations",
+    "int8-w8a8": "int8, one scale per output channel, 8-bit activations",
+    "int8-w8a16": "int8, one scale per output channel",
+    "int4-w4a16": "int4, one scale per output channel and group of input channels",
 }
 EXAMPLES = f"""\
 examples:
@@ -38,21 +39,21 @@ _SCHEME = Option(
     name="scheme",
     choices=tuple(SCHEMES),
     is_required=True,
-    help="; ".join(f"{name}: {what}" for name, what in SCHEMES.items()),
+    help="format of the weights. " + ". ".join(f"{name}: {what}" for name, what in SCHEMES.items()),
 )
 _GROUP_SIZE = Option(
     name="group_size",
     default=128,
     choices=(32, 64, 128),
     parse=int,
-    help="input channels that share a scale in int4-w4a16; the other schemes have no choice",
+    help="input channels that share a scale, for int4-w4a16 only",
 )
 _OUTPUT = replace(
     options.OUTPUT,
     metavar="DIR",
     parse=Path,
     is_required=True,
-    help="folder to make; it must be empty, or not exist yet",
+    help="folder for the copy; it must be empty or not exist",
 )
 
 

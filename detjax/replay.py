@@ -25,8 +25,8 @@ _SHUFFLE = Option(
     name="shuffle",
     parse=int,
     metavar="SEED",
-    default_text="in the order of the file",
-    help="ask in another order, drawn with this seed",
+    default_text="the order of the file",
+    help="run the receipts in a random order, drawn with this seed",
 )
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.run_batch`: answer a file of requests, as OpenAI's batch API does.
+"""`python -m detjax.run_batch`: answer a file of requests in the format of OpenAI's batch API.
 
 A line of the input is one request: `{"custom_id": "a", "method": "POST", "url":
-"/v1/chat/completions", "body": {...}}`. The answer to each is what a server gives, digest and
-fingerprint included, whatever else is in the file and in whichever order.
+"/v1/chat/completions", "body": {...}}`. Each answer is the one that python -m detjax.serve gives,
+with its digest and fingerprint. It does not depend on the other requests of the file or on their
+order.
 """
 
 import argparse
@@ -34,22 +35,24 @@ examples:
   python -m detjax.run_batch -i requests.jsonl -o answers.jsonl --skip-done
 
 {EXIT_CODES}.
-Where requests were refused it is {BAD_INPUT} too, and the lines of their answers say why. An answer
-is written when it is there, and lines have the order of the input once all are.
+If requests were refused the exit code is {BAD_INPUT} too, and their lines of the output say why.
+Each answer is written as soon as it is complete. At the end the lines are put in the order of the
+input.
 """
 
 _INPUT = Option(
     name="input_file", flags=("-i", "--input-file"), metavar="FILE", is_required=True,
-    help="a request a line, as JSON; - is standard input",
+    help="requests, one JSON object per line; - reads standard input",
 )  # fmt: skip
 _OUTPUT = replace(
     options.OUTPUT, parse=Path, flags=(*options.OUTPUT.flags, "--output-file"), is_required=True,
-    help="where answers are written, a line each; it must be empty, or not exist yet",
+    help="file for the answers, one per line. It must be empty or not exist, except with "
+    "--skip-done",
 )  # fmt: skip
 _SKIP_DONE = Option(
     name="skip_done", default=False,
-    help="go on with --output: requests that it answers are not asked again, those that it "
-    "refuses are",
+    help="continue an interrupted run: requests that --output already answers are skipped. Refused "
+    "ones are tried again",
 )  # fmt: skip
 _NOT_HERE = (options.WARM,)
 

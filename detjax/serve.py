@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.serve`: answers over HTTP that do not depend on the server's load.
+"""`python -m detjax.serve`: serve a model over HTTP with OpenAI's API.
+
+An answer has the same bits under any load.
 
 JAX is imported only once the command line is known to be good.
 """
@@ -63,8 +65,8 @@ its token ids and float32 logprobs: the same request has the same digest under a
 batch size, on any mesh.
 
 {EXIT_CODES}.
-A server that is ready ends with 0 after SIGINT and SIGTERM, one that is not with 130 and 143. Of a
-job of several processes 1 is also the end of another one.
+After SIGINT or SIGTERM a server that is ready exits with 0, and one that is still starting with 130
+or 143. In a job of several processes, 1 can also mean that another process has ended.
 """
 
 MODEL_OPTIONS = (
@@ -74,12 +76,13 @@ MODEL_OPTIONS = (
         name="served_model_name",
         metavar="NAME",
         default_text="the last part of --model",
-        help="what clients ask for",
+        help="name of the model in requests",
     ),
     options.DTYPE,
     options.CAST_WEIGHTS,
     options.QUANTIZED_WEIGHTS,
     options.KV_CACHE_DTYPE,
+    options.BACKEND,
     options.GENERATION_CONFIG,
     options.CHAT_TEMPLATE,
     options.ENABLE_LORA,
@@ -87,22 +90,21 @@ MODEL_OPTIONS = (
 )
 _DECODE_BATCHES = replace(
     of_field(EngineConfig, "decode_batches"), parse=int, nargs="+", default=None,
-    default_text="on a GPU some below --batch-size",
-    help="smaller batches that a decode step is compiled for, too",
+    default_text="on a GPU several sizes below --batch-size",
+    help="further batch sizes, below --batch-size, for which a decode step is compiled",
 )  # fmt: skip
 _MAX_NUM_BATCHED_TOKENS = Option(
     name="max_num_batched_tokens", parse=int, default=8192,
-    help="on a GPU, prompt tokens that are computed between two decode steps while prompts wait: "
-    "more make first tokens sooner and throughput higher, fewer make streams steadier",
+    help="on a GPU, most prompt tokens that are computed between two decode steps. More lower the "
+    "time to the first token and raise throughput; fewer lower the time between tokens",
 )  # fmt: skip
 _MAX_WAITING = replace(
     of_field(EngineConfig, "max_waiting"), default=4096,
-    help="sequences that may wait; more are answered with 429",
+    help="most sequences that wait; further requests get status 429",
 )  # fmt: skip
 ENGINE_OPTIONS = (
     options.MODE,
     options.SPECULATIVE_CONFIG,
-    options.BACKEND,
     options.TP,
     options.DP,
     options.MAX_LEN,
@@ -117,52 +119,58 @@ ENGINE_OPTIONS = (
     options.SELF_CHECK,
     Option(
         name="no_compile", default=False,
-        help="compile a program when a request first needs it, while all requests wait; the log "
-        "and /health say so",
+        help="compile a program only when a request first needs it. All requests wait meanwhile; "
+        "the log and /health report it",
     ),
     options.CACHE_DIR,
     options.WARM,
 )  # fmt: skip
-ENGINE_TITLE = "engine (changes no bit of a deterministic answer)"
+ENGINE_TITLE = "engine (these options change no bit, except --mode fast)"
 _STREAM_INTERVAL = Option(
     name="stream_interval", parse=int, default=1,
-    help="tokens of an answer in an event of its stream; the first goes at once. More cost the "
-    "host less",
+    help="tokens per event of a stream. The first token is sent at once. More tokens per event use "
+    "less CPU time",
 )  # fmt: skip
 _MAX_BODY_MB = Option(
-    name="max_body_mb", parse=float, default=8.0, help="megabytes that a request may have"
+    name="max_body_mb", parse=float, default=8.0, help="largest body of a request, in megabytes"
 )
 _DRAIN_TIMEOUT = Option(
     name="drain_timeout", parse=float, default=30.0, metavar="SECONDS",
-    help="what open answers have after SIGTERM",
+    help="time that running requests have to finish after SIGTERM",
 )  # fmt: skip
 _REQUESTS_PER_KEY = Option(
-    name="requests_per_key", parse=int, default=0, help="requests of a key at once; 0 sets no limit"
+    name="requests_per_key",
+    parse=int,
+    default=0,
+    help="most requests of one API key at once; 0: no limit",
 )
 _REQUEST_TIMEOUT = Option(
     name="request_timeout", parse=float, default=0.0, metavar="SECONDS",
-    help="an answer that takes longer is given up; 0 sets no limit",
+    help="a request that takes longer is aborted; 0: no limit",
 )  # fmt: skip
 _HTTP = (
     Option(
-        name="host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 is every interface"
+        name="host", default="127.0.0.1", metavar="ADDRESS",
+        help="address to listen on; 0.0.0.0: every interface",
     ),
-    Option(name="port", parse=int, default=8000, help="0 takes a free one"),
+    Option(name="port", parse=int, default=8000, help="port to listen on; 0: a free one"),
     Option(
-        name="api_key", default=(), metavar="KEY", default_text="DETJAX_API_KEY, else all may ask",
-        help="that clients must send; may be given several times",
+        name="api_key", default=(), metavar="KEY", 
+        default_text="the variable DETJAX_API_KEY, else no key is needed",
+        help="API key that clients must send; may be given several times",
     ),
     Option(
         name="admin_api_key", default=(), metavar="KEY",
-        default_text="DETJAX_ADMIN_API_KEY, else there are no such routes",
-        help="for the routes of weights, adapters, sleep and pause; may be given several times",
+        default_text="the variable DETJAX_ADMIN_API_KEY, else these routes are off",
+        help="API key of the routes for weights, adapters, sleep and pause; may be given several "
+        "times",
     ),
     Option(
         name="weights_dir", default=(), metavar="DIR", default_text="none",
-        help="a folder that POST /update_weights_from_disk and /v1/load_lora_adapter may read; may "
+        help="folder that POST /update_weights_from_disk and /v1/load_lora_adapter may read; may "
         "be given several times",
     ),
-    Option(name="metrics_without_key", default=False, help="let anybody read /metrics"),
+    Option(name="metrics_without_key", default=False, help="serve /metrics without a key"),
     options.SIGN,
     _MAX_BODY_MB,
     _REQUESTS_PER_KEY,
@@ -170,46 +178,46 @@ _HTTP = (
     _STREAM_INTERVAL,
     Option(
         name="log_prompts", default=False,
-        help="write the text of prompts to the log; without it no text of anybody is in it",
+        help="write the text of prompts to the log; without it the log has no text of requests",
     ),
     _DRAIN_TIMEOUT,
     Option(
         name="log_level", flags=("--log-level", "--uvicorn-log-level"), choices=LOG_LEVELS,
-        default="info", help="least level of what is logged; a request's line is info",
+        default="info", help="lowest level that is logged; the line of a request has level info",
     ),
     Option(
-        name="disable_uvicorn_access_log", default=False, help="log no line for a request"
+        name="disable_uvicorn_access_log", default=False, help="do not log requests"
     ),
     Option(
         name="disable_access_log_for_endpoints", default="", metavar="PATHS",
-        help="log no line for requests of these paths, such as /health/ready,/metrics",
+        help="do not log requests of these paths, such as /health/ready,/metrics",
     ),
 )  # fmt: skip
 _HTTPS = (
-    Option(name="ssl_keyfile", metavar="FILE", help="of the certificate, PEM"),
-    Option(name="ssl_certfile", metavar="FILE", help="the certificate, PEM"),
+    Option(name="ssl_keyfile", metavar="FILE", help="private key of the certificate, PEM"),
+    Option(name="ssl_certfile", metavar="FILE", help="certificate, PEM"),
     Option(
         name="ssl_ca_certs", metavar="FILE",
-        help="authorities whose client certificates are taken",
+        help="certificates of the authorities that sign clients' certificates, PEM",
     ),
     Option(
         name="ssl_cert_reqs", parse=int, choices=(0, 1, 2), default=0,
-        help="0: clients need no certificate; 1: one that is sent is checked; 2: each needs one",
+        help="certificates of clients. 0: not asked for. 1: checked if sent. 2: required",
     ),
 )  # fmt: skip
 _CORS = (
     *(
         Option(
             name=f"allowed_{name}", nargs="+", metavar="TEXT", default=(), parse=texts_of_option,
-            default_text=default, help=f"{what}; or a list as JSON",
+            default_text=default, help=f"{what}; or a JSON list",
         )
         for name, what, default in (
-            ("origins", "pages of these may ask, such as https://a.example; * is all", "none"),
-            ("methods", "that they may ask with", "all"),
-            ("headers", "that they may send", "all"),
+            ("origins", "allowed origins, such as https://a.example; *: all", "none"),
+            ("methods", "HTTP methods that these origins may use", "all"),
+            ("headers", "HTTP headers that these origins may send", "all"),
         )
     ),
-    Option(name="allow_credentials", default=False, help="cookies and the like"),
+    Option(name="allow_credentials", default=False, help="allow cookies and other credentials"),
 )  # fmt: skip
 _AT_LEAST_1 = (
     options.TP, options.DP, options.MAX_LEN, options.BATCH_SIZE, _MAX_WAITING,
@@ -222,7 +230,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("serve", description=description_of(__doc__), epilog=EXAMPLES)
     add_options(parser, "model", MODEL_OPTIONS)
     add_options(parser, ENGINE_TITLE, ENGINE_OPTIONS)
-    add_options(parser, "several processes, started alike but for --process-id", options.JOB)
+    add_options(parser, "several processes", options.JOB)
     add_options(parser, "server", _HTTP)
     add_options(parser, "HTTPS", _HTTPS)
     add_options(parser, "pages of other origins (CORS)", _CORS)

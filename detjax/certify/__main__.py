@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m detjax.certify`: proves the claims here, for a model and an engine configuration.
+"""`python -m detjax.certify`: test the claims on this machine, for a model and an engine.
 
 JAX is imported only once the command line is known to be good.
 """
@@ -36,20 +36,22 @@ examples:
   python -m detjax.certify -m Qwen/Qwen3-0.6B --tp 2 --batch-size 64
   python -m detjax.certify --random-weights config.json --max-len 131072
 
-Each claim has cases, which must not differ in a bit, and a control without the guarantee, which
-must. A control that shows nothing is a failed check.
+Each claim has cases, whose bits must be equal, and a control without the guarantee, whose bits must
+differ. A control whose bits are equal fails the check, because the cases could then find nothing.
 
 {EXIT_CODES}
 """
 
-_DEVICES = Option(name="devices", parse=int, default=2, help="virtual ones where there is no GPU")
+_DEVICES = Option(
+    name="devices", parse=int, default=2, help="number of virtual devices, if there is no GPU"
+)
 _MODEL = (
     options.MODEL,
     options.REVISION,
     Option(
         name="random_weights",
         metavar="CONFIG.json",
-        help="a model of this configuration with random weights, in place of --model",
+        help="use random weights for this config.json of a model, in place of --model",
     ),
     options.DTYPE,
     options.CAST_WEIGHTS,
@@ -60,7 +62,9 @@ _MODEL = (
 _MESH = options.TP, options.DP, _DEVICES
 _SIZES = options.BATCH_SIZE, options.PREFILL_CHUNK, options.DECODE_STEPS
 _MAX_LEN = replace(
-    options.MAX_LEN, default_text="768 on a CPU, else the model's context or what the cache holds"
+    options.MAX_LEN,
+    default_text="768 on a CPU; on a GPU the model's context, or the tokens that the cache can "
+    "hold if those are fewer",
 )
 _ENGINE = (
     options.CANONICAL_MODE,
@@ -75,14 +79,14 @@ _OUTPUT = (
         parse=float,
         default=0.0,
         default_text="one round",
-        help="go on with other requests for so long",
+        help="repeat with other requests for N minutes",
     ),
     options.REPORT,
     Option(
         name="html",
         metavar="FILE",
         parse=Path,
-        help="write the certificate as a page for people",
+        help="also write the certificate as an HTML page",
     ),
 )
 
@@ -91,9 +95,11 @@ def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser("certify", description=description_of(__doc__), epilog=EXAMPLES)
     add_options(parser, "model", _MODEL)
-    text = "--tp and --dp are of the first mesh; all others of the devices follow."
+    text = "--tp and --dp give the first mesh. All other meshes of the devices are run after it."
     add_options(parser, "mesh", _MESH, text)
-    add_options(parser, "engine", _ENGINE, "Sizes are chosen as detjax.serve chooses them.")
+    add_options(
+        parser, "engine", _ENGINE, "Sizes that are not given are those of python -m detjax.serve."
+    )
     add_options(parser, "depth and output", _OUTPUT)
     parser.add_argument("--answers", action="store_true", help=argparse.SUPPRESS)
     return parser

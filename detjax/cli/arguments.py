@@ -16,15 +16,15 @@ from detjax.engine.requests.sampling_params import LOGPROBS_MODES, NOISES, Sampl
 from detjax.engine.sampling.structured_output import FORMS, StructuredOutput
 
 GROUPS = {
-    "model": "Which weights.",
-    "prompts": "What to continue. Prompts of --prompt come first, then those of the file.",
-    "sampling": "How each next token is chosen. A line of --prompts-file may say it for its own.",
-    "numerics": "These choose the bits: runs agree if these agree, the build and the hardware.\n"
-    "The fingerprint that is printed stands for all of them.",
-    "batch, mesh and schedule": "These choose speed and memory. They change no bit, except "
-    "--mode fast, which promises nothing.",
-    "output": "How completions are written.",
-    "check": "See for yourself that the claim holds here.",
+    "model": "Weights, chat template and adapters.",
+    "prompts": "Texts to continue. Prompts of --prompt come first, then those of the file.",
+    "sampling": "How each next token is chosen. A line of --prompts-file can have its own values.",
+    "numerics": "These options change the bits. Two runs have the same bits if these options, the "
+    "build\nand the hardware are the same. The printed fingerprint is a hash of all of them.",
+    "batch, mesh and schedule": "These options change speed and memory. They change no bit, except "
+    "--mode fast,\nwhich makes no claim.",
+    "output": "Where and how completions are written.",
+    "check": "Check on this machine that the bits are the same.",
 }
 _MODEL, _PROMPTS, _SAMPLES, _NUMERICS, _SCHEDULE, _OUTPUT, _CHECK = GROUPS
 
@@ -53,8 +53,8 @@ class GenerateArgs:
     lora_modules: tuple[str, ...] = _as(
         replace(
             options.LORA_MODULES,
-            help=f"{options.LORA_MODULES.help}. A single one answers all prompts; of several, a "
-            "line of --prompts-file names its own as `lora`",
+            help=f"{options.LORA_MODULES.help}. If there is one, it answers all prompts. If there "
+            "are several, the field `lora` of a line of --prompts-file names one",
         ),
         _MODEL,
     )
@@ -64,7 +64,7 @@ class GenerateArgs:
         Option(
             name="chat",
             default=False,
-            help="ask each plain prompt as a user, with the model's chat template",
+            help="apply the model's chat template to each plain prompt, as a user's message",
         ),
         _PROMPTS,
     )
@@ -72,8 +72,7 @@ class GenerateArgs:
         Option(
             name="system_prompt",
             metavar="TEXT",
-            help="begin each conversation that has no system message with this one; plain prompts "
-            "are asked as with --chat",
+            help="system message of each conversation that has none. It implies --chat",
         ),
         _PROMPTS,
     )
@@ -81,8 +80,8 @@ class GenerateArgs:
         Option(
             name="control_tokens",
             default=False,
-            help="let <|im_end|> and the like, written out in a prompt, be the token of that name; "
-            "without it they are text, and only the chat template begins and ends turns",
+            help="read special tokens such as <|im_end|> in the text of a prompt as tokens. "
+            "Without it they are plain text, and only the chat template begins and ends turns",
         ),
         _PROMPTS,
     )
@@ -92,13 +91,13 @@ class GenerateArgs:
     top_p: float = _as(options.TOP_P, _SAMPLES)
     min_p: float = _as(options.MIN_P, _SAMPLES)
     seed: int | None = _as(options.SEED, _SAMPLES)
-    n: int = _as(_sampling("n"), _SAMPLES)
+    n: int = _as(replace(_sampling("n"), help="sequences per prompt, at most 1024"), _SAMPLES)
     stop: tuple[str, ...] = _as(
         replace(
             _sampling("stop"),
             metavar="TEXT",
-            help="end a completion before this text; may be given several times. The tokens that "
-            "complete it stay in token_ids and in the digest",
+            help="end a completion before this text; may be given several times. The tokens of the "
+            "text stay in token_ids and in the digest",
         ),
         _SAMPLES,
     )
@@ -106,7 +105,7 @@ class GenerateArgs:
         replace(
             _sampling("best_of"),
             default_text="0: as many as --n",
-            help="make so many completions of a prompt, and write the --n with the greatest sum of "
+            help="generate N completions per prompt, and write the --n with the greatest sum of "
             "logprobs, best first",
         ),
         _SAMPLES,
@@ -117,7 +116,7 @@ class GenerateArgs:
             flags=("--stop-token-id", "--stop-token-ids"),
             metavar="ID",
             parse=int,
-            help="token that ends a completion, beside the model's own; may be given several times",
+            help="a further token that ends a completion; may be given several times",
         ),
         _SAMPLES,
     )
@@ -125,7 +124,7 @@ class GenerateArgs:
         replace(
             _sampling("include_stop_str_in_output"),
             flags=("--include-stop", "--include-stop-str-in-output"),
-            help="end the text behind --stop",
+            help="include the text of --stop at the end of the completion's text",
         ),
         _SAMPLES,
     )
@@ -134,19 +133,57 @@ class GenerateArgs:
         _SAMPLES,
     )
     truncate_prompt_tokens: int | None = _as(
-        replace(_sampling("truncate_prompt_tokens"), parse=int, default_text="all of them"),
+        replace(
+            _sampling("truncate_prompt_tokens"),
+            parse=int,
+            default_text="all; a prompt that is too long is an error",
+            help="keep only the last N tokens of a prompt; -1 keeps as many as leave room for "
+            "--max-tokens in the context, and at least one",
+        ),
         _SAMPLES,
     )
-    ignore_eos: bool = _as(_sampling("ignore_eos"), _SAMPLES)
-    min_tokens: int = _as(_sampling("min_tokens"), _SAMPLES)
-    repetition_penalty: float = _as(replace(_sampling("repetition_penalty"), metavar="R"), _SAMPLES)
-    presence_penalty: float = _as(replace(_sampling("presence_penalty"), metavar="P"), _SAMPLES)
-    frequency_penalty: float = _as(replace(_sampling("frequency_penalty"), metavar="P"), _SAMPLES)
+    ignore_eos: bool = _as(
+        replace(_sampling("ignore_eos"), help="go on after the model's own end tokens"), _SAMPLES
+    )
+    min_tokens: int = _as(
+        replace(
+            _sampling("min_tokens"),
+            help="generate at least N tokens: before that no end token is possible, and --stop is "
+            "ignored",
+        ),
+        _SAMPLES,
+    )
+    repetition_penalty: float = _as(
+        replace(
+            _sampling("repetition_penalty"),
+            metavar="R",
+            help="for tokens of the prompt or the completion: positive logits are divided by R, "
+            "others multiplied; from 0.01 to 100, and 1 changes nothing",
+        ),
+        _SAMPLES,
+    )
+    presence_penalty: float = _as(
+        replace(
+            _sampling("presence_penalty"),
+            metavar="P",
+            help="subtracted from the logit of each token that the completion has; from -2 to 2",
+        ),
+        _SAMPLES,
+    )
+    frequency_penalty: float = _as(
+        replace(
+            _sampling("frequency_penalty"),
+            metavar="P",
+            help="subtracted from the logit of a token once per occurrence in the completion; from "
+            "-2 to 2",
+        ),
+        _SAMPLES,
+    )
     logit_bias: tuple[str, ...] = _as(
         replace(
             _sampling("logit_bias"),
             metavar="ID=BIAS",
-            help="add a number to the logit of a token; may be given several times",
+            help="add BIAS to the logit of token ID; may be given several times",
         ),
         _SAMPLES,
     )
@@ -157,7 +194,7 @@ class GenerateArgs:
             metavar="ID",
             parse=int,
             default_text="all",
-            help="allow this token and others that are given so, and no more",
+            help="allow only this token and those of further --allowed-token-id",
         ),
         _SAMPLES,
     )
@@ -166,17 +203,27 @@ class GenerateArgs:
             _sampling("bad_words"),
             flags=("--bad-word", "--bad-words"),
             metavar="TEXT",
-            help="never write this text, as it is cut into tokens alone and after a space; may be "
-            "given several times",
+            help="never generate this text, as tokenized alone and after a space; may be given "
+            "several times",
         ),
         _SAMPLES,
     )
-    logprobs_mode: str = _as(replace(_sampling("logprobs_mode"), choices=LOGPROBS_MODES), _SAMPLES)
+    logprobs_mode: str = _as(
+        replace(
+            _sampling("logprobs_mode"),
+            choices=LOGPROBS_MODES,
+            help="raw: log-probabilities of the model's logits at temperature 1. processed: of the "
+            "logits that are sampled from, after biases, penalties, masks, temperature and "
+            "filters; at --temperature 0, at temperature 1 without filters",
+        ),
+        _SAMPLES,
+    )
     noise: str = _as(
         replace(
             _sampling("noise"),
             choices=NOISES,
-            help="draw noise of its own for each prompt, or the same for all prompts of one length",
+            help="per_prompt: each prompt has its own sampling noise. common: all prompts of one "
+            "length have the same",
         ),
         _SAMPLES,
     )
@@ -184,19 +231,19 @@ class GenerateArgs:
         Option(
             name="json_schema",
             metavar="JSON",
-            help="let completions be JSON of this schema; @FILE reads it",
+            help="generate JSON that matches this schema; @FILE reads the schema from a file",
         ),
         _SAMPLES,
     )
     json_object: bool = _as(
-        Option(name="json_object", default=False, help="let completions be a JSON object"),
+        Option(name="json_object", default=False, help="generate a JSON object"),
         _SAMPLES,
     )
     regex: str | None = _as(
         Option(
             name="regex",
             metavar="REGEX",
-            help="let completions match this regular expression",
+            help="generate text that matches this regular expression",
         ),
         _SAMPLES,
     )
@@ -205,7 +252,7 @@ class GenerateArgs:
             name="choice",
             default=(),
             metavar="TEXT",
-            help="let completions be one of the texts that are given so",
+            help="generate one of the texts of --choice; given once per text",
         ),
         _SAMPLES,
     )
@@ -213,8 +260,8 @@ class GenerateArgs:
         Option(
             name="grammar",
             metavar="LARK",
-            help="let completions be of this grammar, in llguidance's variant of Lark; @FILE reads "
-            "it",
+            help="generate text of this grammar, in llguidance's variant of Lark; @FILE reads the "
+            "grammar from a file",
         ),
         _SAMPLES,
     )
@@ -228,8 +275,8 @@ class GenerateArgs:
             default="bfloat16",
             choices=DTYPES,
             default_text="that of --dtype",
-            help="what activations and the cache are rounded to, where --dtype is that of the "
-            "weights alone; products and sums are float32 always",
+            help="dtype of activations and cache, if it differs from that of the weights "
+            "(--dtype). Products and sums are float32 in either case. It changes the bits",
         ),
         _NUMERICS,
     )
@@ -249,17 +296,35 @@ class GenerateArgs:
         replace(
             _engine("draft_weights"),
             choices=OWN_DRAFT_WEIGHTS,
-            help="what the drafts of dvr are computed with: the weights as they are, or 8-bit "
-            "ones, which take half as much memory again",
+            help="weights that compute the drafts of --mode dvr: the model's own, or an 8-bit "
+            "copy, which needs half of their memory in addition",
         ),
         _SCHEDULE,
     )
     decode_steps: int = _as(options.DECODE_STEPS, _SCHEDULE)
     has_prompt_lookup: bool = _as(
-        replace(_engine("has_prompt_lookup"), flags=("--prompt-lookup",)), _SCHEDULE
+        replace(
+            _engine("has_prompt_lookup"),
+            flags=("--prompt-lookup",),
+            help="with --mode invariant: draft tokens from earlier occurrences in the text (n-gram "
+            "lookup), or from a request's prediction, and verify many per step",
+        ),
+        _SCHEDULE,
     )
-    verify_window: int = _as(_engine("verify_window"), _SCHEDULE)
-    verify_rows: int = _as(_engine("verify_rows"), _SCHEDULE)
+    verify_window: int = _as(
+        replace(
+            _engine("verify_window"),
+            help="tokens of a verification window: the last committed token and N - 1 drafts",
+        ),
+        _SCHEDULE,
+    )
+    verify_rows: int = _as(
+        replace(
+            _engine("verify_rows"),
+            help="most windows in one verification step of a replica; at most its batch size",
+        ),
+        _SCHEDULE,
+    )
     max_loras: int = _as(options.MAX_LORAS, _SCHEDULE)
     max_lora_rank: int = _as(options.MAX_LORA_RANK, _SCHEDULE)
     max_expert_lora_rank: int = _as(options.MAX_EXPERT_LORA_RANK, _SCHEDULE)
@@ -271,8 +336,8 @@ class GenerateArgs:
         replace(
             options.FORMAT,
             choices=("text", "json", "jsonl"),
-            help="text streams as it is made; json is one document at the end; jsonl is one line "
-            "for each completion, in order, as soon as it is complete",
+            help="text: streamed as it is generated. json: one document at the end. jsonl: one "
+            "line per completion, in order, as soon as it is complete",
         ),
         _OUTPUT,
     )
@@ -281,7 +346,8 @@ class GenerateArgs:
         replace(
             _sampling("logprobs"),
             metavar="K",
-            help="with json and jsonl: also the K most likely tokens at each position, at most 64",
+            help="also write the K most likely tokens at each position, at most 64; needs --format "
+            "json or jsonl",
         ),
         _OUTPUT,
     )
@@ -289,8 +355,8 @@ class GenerateArgs:
         Option(
             name="receipts",
             metavar="FILE",
-            help="write a receipt of each completion, a line each: what made it, as python -m "
-            "detjax.replay and detjax.audit check it",
+            help="write a receipt of each completion, one per line; python -m detjax.replay and "
+            "python -m detjax.audit check them",
         ),
         _OUTPUT,
     )
@@ -300,7 +366,7 @@ class GenerateArgs:
         Option(
             name="stats",
             default=False,
-            help="at the end, show what the engine counted: steps, cache, drafts, latencies",
+            help="show the engine's counters at the end: steps, cache, drafts, latencies",
         ),
         _OUTPUT,
     )
@@ -312,37 +378,6 @@ class GenerateArgs:
         ),
         _OUTPUT,
     )
-    repeat: int = _as(
-        Option(
-            name="repeat",
-            default=1,
-            parse=int,
-            help="with --check: run N times, at other batch sizes, orders and chunks, among other "
-            "neighbours, with --mode dvr or a draft model every other run in invariant without "
-            "drafts; completions of the first run are written",
-        ),
-        _CHECK,
-    )
-    self_check: str = _as(options.SELF_CHECK, _CHECK)
-    expect_digest: str | None = _as(
-        Option(
-            name="expect_digest",
-            metavar="HEX",
-            help=f"exit with {BITS_DIFFER} if the digest of all completions is another than this "
-            "one, of an earlier run, as it printed it",
-        ),
-        _CHECK,
-    )
-    check_process: bool = _as(
-        Option(
-            name="check_process",
-            default=False,
-            help="before that, run once in a new process that compiles everything anew, and "
-            "compare",
-        ),
-        _CHECK,
-    )
-    given: frozenset[str] = frozenset()  # no option: the names of those that were given
     check: bool = _as(
         Option(
             name="check",
@@ -351,6 +386,36 @@ class GenerateArgs:
         ),
         _CHECK,
     )
+    repeat: int = _as(
+        Option(
+            name="repeat",
+            default=1,
+            parse=int,
+            help="with --check: run N times, with other batch sizes, orders, prefill chunks and "
+            "neighbours in the batch. With --mode dvr or a draft model every second run is "
+            "--mode invariant without drafts. Completions of the first run are written",
+        ),
+        _CHECK,
+    )
+    self_check: str = _as(options.SELF_CHECK, _CHECK)
+    expect_digest: str | None = _as(
+        Option(
+            name="expect_digest",
+            metavar="HEX",
+            help=f"exit with {BITS_DIFFER} if the digest of all completions differs from this "
+            "digest, which an earlier run has printed",
+        ),
+        _CHECK,
+    )
+    check_process: bool = _as(
+        Option(
+            name="check_process",
+            default=False,
+            help="also run once in a new process that compiles everything again, and compare",
+        ),
+        _CHECK,
+    )
+    given: frozenset[str] = frozenset()  # no option: the names of those that were given
 
 
 OPTIONS: Mapping[str, Option] = {

@@ -17,9 +17,9 @@ OK, INTERNAL_ERROR, BAD_INPUT, BITS_DIFFER = 0, 1, 2, 3
 INTERRUPTED, READER_GONE = 130, 141
 
 EXIT_CODES = f"""\
-exit codes: {OK} success; {BAD_INPUT} bad input, with one line that says which and how to fix it;
+exit codes: {OK} success; {BAD_INPUT} bad input: one line names the value and the fix;
 {BITS_DIFFER} a bit differs, or a check has failed; {INTERNAL_ERROR} an error of detjax;
-{INTERRUPTED} interrupted; {READER_GONE} the reader of standard output went away"""
+{INTERRUPTED} interrupted; {READER_GONE} the reader of standard output has closed it"""
 """For the help of a command."""
 
 _LINE_CHARS = 2000
@@ -107,8 +107,9 @@ def _exit_code(run: Callable[[], int]) -> int:
     except Exception as error:
         if _is_out_of_memory(error):
             _say(
-                f"error: {_reason(error)}; there is not enough memory for this model, or for "
-                "--batch-size, --cache-pages, --prefill-chunk or --verify-window: lower them"
+                f"error: {_reason(error)}; there is not enough memory for this model and these "
+                "sizes: lower --batch-size, --max-len, --cache-pages, --prefill-chunk or "
+                "--verify-window, or use more devices (--tp)"
             )
             return BAD_INPUT
         traceback.print_exc()

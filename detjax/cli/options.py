@@ -181,51 +181,51 @@ CHAT_TEMPLATE = Option(
     name="chat_template",
     metavar="FILE",
     default_text="that of the model",
-    help="a Jinja template of conversations, in place of the model's own",
+    help="a Jinja chat template to use in place of the model's own",
 )
 GENERATION_CONFIG = Option(
     name="generation_config",
     default=AUTO,
     choices=(AUTO, "none"),
-    help="auto: sampling that is not given is that of the model's generation_config.json, if it "
-    "has one; a server does not take the number of tokens from it. none: the defaults",
+    help="default values of sampling options. auto: those of the model's generation_config.json, "
+    "if there is one; a server does not read the number of tokens from it. none: those of detjax",
 )
 DTYPE = Option(
     name="dtype",
     default="bfloat16",
     choices=DTYPES,
-    help="of weights and of compute; it chooses bits",
+    help="dtype of weights and of compute. It changes the bits",
 )
 CAST_WEIGHTS = Option(
     name="cast_weights",
     default=NO_CAST,
     choices=(NO_CAST, "bfloat16"),
-    help="round a checkpoint of float16 or float32 to this dtype, to nearest and ties to even; it "
-    "chooses bits. Without it float16 goes with --dtype float32 alone",
+    help="round a checkpoint of float16 or float32 to this dtype (to nearest, ties to even). "
+    "Without it a float16 checkpoint needs --dtype float32. It changes the bits",
 )
 QUANTIZED_WEIGHTS = Option(
     name="quantized_weights",
     default="auto",
     choices=("auto", "packed", "expanded", "w8a8"),
-    help="how the matrices of a quantised model lie on the devices: packed, as codes of 4 or 8 "
-    "bits, or expanded, as bfloat16; auto packs them on Hopper GPUs. These change no "
-    "bit. w8a8: 8-bit weights, multiplied with activations of 8 bits, quantised as the checkpoint "
-    "asks: by token, by group, or with its own scales; it chooses bits",
+    help="how the matrices of a quantised model are stored on the devices. packed: as codes of 4 "
+    "or 8 bits. expanded: as bfloat16. auto: packed on Hopper GPUs. These three give the same "
+    "bits. w8a8: 8-bit weights are multiplied with activations of 8 bits, which are quantised as "
+    "the checkpoint says (by token, by group, or with its own scales). It changes the bits",
 )
 KV_CACHE_DTYPE = Option(
     name="kv_cache_dtype",
     default=AUTO,
     choices=(*KV_CACHE_DTYPES, "fp8"),
-    help="what keys and values are rounded to when they are written to the cache: auto is the "
-    "dtype of compute; fp8_e4m3, or fp8, takes half of its bytes. It chooses bits",
+    help="dtype of the key and value cache. auto: the dtype of compute. fp8_e4m3, or fp8: half the "
+    "bytes of bfloat16. It changes the bits",
 )
 BACKEND = Option(
     name="backend",
     default=AUTO,
     choices=(AUTO, *(backend.value for backend in Backend)),
-    help="which kernels: sm90 on Hopper GPUs; reference gives the bits of sm90 on a CPU; portable "
-    "takes every model on a CPU, and has bits of its own; auto is the first of these that the "
-    "hardware and the model allow. It chooses bits",
+    help="which kernels run. sm90: those for Hopper GPUs. reference: the bits of sm90 on a CPU. "
+    "portable: every model on a CPU, with other bits. auto: the first of sm90, reference and "
+    "portable that the hardware and the model allow",
 )
 
 # ------------------------------------------------------------------- batch, mesh and schedule
@@ -235,35 +235,35 @@ TP = Option(
     flags=("--tp", "--tensor-parallel-size"),
     default=1,
     parse=int,
-    help="devices that share each layer; without GPUs, virtual ones. A power of two that divides "
-    "the model's heads",
+    help="devices that share each layer: a power of two that divides the model's number of heads. "
+    "Without GPUs the devices are virtual",
 )
 DP = Option(
     name="dp",
     flags=("--dp", "--data-parallel-size"),
     default=1,
     parse=int,
-    help="replicas, each on --tp devices, which share the prompts",
+    help="replicas of the model, which share the prompts; each runs on --tp devices",
 )
 COORDINATOR = Option(
     name="coordinator",
     metavar="HOST:PORT",
-    default_text="as SLURM or Kubernetes say, else one process",
-    help="where process 0 of a job of several processes listens; all are started alike but for "
-    "--process-id, and process 0 alone answers",
+    default_text="from SLURM or Kubernetes, else one process",
+    help="address of process 0, if a job has several processes. All processes get the same "
+    "command, except for --process-id. Only process 0 answers",
 )
 NUM_PROCESSES = Option(
     name="num_processes",
     parse=int,
-    default_text="as SLURM or Kubernetes say, else 1",
-    help="processes of the job; they share the --dp times --tp devices",
+    default_text="from SLURM or Kubernetes, else 1",
+    help="processes of the job, which share the --dp times --tp devices",
 )
 PROCESS_ID = Option(
     name="process_id",
     parse=int,
     metavar="I",
-    default_text="as SLURM or Kubernetes say",
-    help="which of them this is, from 0",
+    default_text="from SLURM or Kubernetes",
+    help="number of this process in the job, from 0",
 )
 JOB = COORDINATOR, NUM_PROCESSES, PROCESS_ID
 MAX_LEN = replace(
@@ -271,29 +271,31 @@ MAX_LEN = replace(
     flags=("--max-len", "--max-model-len"),
     default=None,
     parse=int,
-    default_text="the model's context, or what the cache holds if that is less",
-    help="most tokens of a prompt and its completion together",
+    default_text="the model's context, or the tokens that the cache can hold if those are fewer",
+    help="most tokens of a prompt plus its completion",
 )
 BATCH_SIZE = replace(
     of_field(EngineConfig, "batch_size"),
     flags=("--batch-size", "--max-num-seqs"),
     default=None,
     parse=int,
-    default_text="8 a replica on a CPU, 256 on a GPU, 512 where nobody waits and the cache has "
-    "room; no more than there is work for",
+    default_text="per replica 8 on a CPU and 256 on a GPU, or 512 for offline work if the cache "
+    "has room; fewer if there are fewer sequences",
+    help="most sequences that run at once, over all replicas; a multiple of --dp",
 )
 PREFILL_CHUNK = replace(
     of_field(EngineConfig, "prefill_chunk"),
     default=None,
     parse=int,
-    default_text="64 on a CPU, 512 on a GPU; no more than the longest prompt needs",
+    default_text="64 on a CPU, 512 on a GPU; less if all prompts are shorter",
+    help="most prompt tokens of one sequence in one prefill step",
 )
 NUM_PAGES = replace(
     of_field(EngineConfig, "num_pages"),
     flags=("--cache-pages", "--num-pages"),
-    default_text="0: enough for --batch-size completions of full length, or as many as fit",
-    help="pages of the key and value cache, a multiple of --dp. Where they run out, completions "
-    "are set aside and computed again",
+    default_text="0: enough for --batch-size sequences of --max-len tokens, or as many as fit",
+    help="pages of the key and value cache, a multiple of --dp. If they run out, sequences are "
+    "preempted and computed again",
 )
 GPU_MEMORY_UTILIZATION = Option(
     name="gpu_memory_utilization",
@@ -301,16 +303,17 @@ GPU_MEMORY_UTILIZATION = Option(
     parse=float,
     metavar="SHARE",
     default_text=f"{defaults.GPU_MEMORY_UTILIZATION}",
-    help="share of a GPU's memory for weights and cache together, of what JAX takes: 75 %% of the "
-    "GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. Not on a CPU",
+    help="fraction of JAX's GPU memory for weights and cache together. JAX takes 75 %% of the GPU, "
+    "or the fraction in XLA_PYTHON_CLIENT_MEM_FRACTION. GPUs only",
 )
 MODE = replace(
     of_field(EngineConfig, "mode"),
     choices=MODES,
-    help="invariant: every step uses canonical kernels. dvr: fast steps draft tokens, canonical "
-    "ones verify them in windows, and only what is verified is shown: the same bits (on Hopper "
-    "with 8-bit drafts alone, as canonical steps are quicker than full drafts). fast: XLA's own "
-    "kernels, whose bits depend on the batch; no claim holds",
+    help="invariant: every step runs the batch-invariant kernels. dvr (decode, verify, roll back): "
+    "fast steps draft tokens, batch-invariant steps verify them in windows, and only verified "
+    "tokens are returned; the bits are those of invariant. On Hopper dvr drafts only with 8-bit "
+    "draft weights, because other drafts are slower than the batch-invariant steps. fast: XLA's "
+    "own kernels, whose bits depend on the batch; no claim holds",
 )
 CANONICAL_MODE = replace(
     MODE,
@@ -321,57 +324,63 @@ CANONICAL_MODE = replace(
 SPECULATIVE_CONFIG = Option(
     name="speculative_config",
     metavar="JSON",
-    help="where drafts come from, which canonical steps verify: the same bits. An object with "
-    f"`method` ({', '.join(METHODS)}), `model` of a draft model or an EAGLE-3 head (a folder or a "
-    "Hugging Face id; an MTP head is in the model's own), `quantization` of a head "
-    f"({', '.join(defaults.HEAD_QUANTIZATIONS)}), `num_speculative_tokens` (3; 8 of suffix), and "
-    "`disable_by_batch_size` (32), the most sequences that decode at once while drafts are made",
+    help="speculative decoding; it changes no bit, because every draft is verified. A JSON object: "
+    f"`method` is one of {', '.join(METHODS)}. `model` is the folder or Hugging Face id of a draft "
+    "model or an EAGLE-3 head; an MTP head is in the folder of --model. `quantization` of a head "
+    f"is {', '.join(defaults.HEAD_QUANTIZATIONS)}. `num_speculative_tokens` is 3 by default, and 8 "
+    "for suffix. `disable_by_batch_size` (default 32): no drafts while more sequences decode",
 )
 ENABLE_LORA = Option(
     name="enable_lora",
     default=False,
-    help="make room for adapters (LoRA); without it the programs are those of the model alone. "
-    "--lora-modules does it as well",
+    help="compile the programs for LoRA adapters, so that adapters can be loaded. --lora-modules "
+    "implies it",
 )
 LORA_MODULES = Option(
     name="lora_modules",
     default=(),
     nargs="+",
     metavar="NAME=DIR",
-    help="adapters by name: a folder that PEFT has saved, or vLLM's JSON object with `name` and "
-    "`path`",
+    help="LoRA adapters: a name and the folder that PEFT has saved, or vLLM's JSON object with "
+    "`name` and `path`",
 )
 MAX_LORAS = Option(
     name="max_loras", parse=int, default=defaults.MAX_LORAS,
-    help="adapters that run at once; the devices keep those that were used last",
+    help="most LoRA adapters in one batch. So many stay on the devices, the last used ones",
 )  # fmt: skip
 MAX_LORA_RANK = Option(
     name="max_lora_rank", parse=int, default=defaults.MAX_LORA_RANK,
-    help="highest rank of an adapter, up to 128",
+    help="highest rank of a LoRA adapter, at most 128",
 )  # fmt: skip
 MAX_EXPERT_LORA_RANK = Option(
     name="max_expert_lora_rank", parse=int, default=0,
-    help="highest rank of an adapter of a mixture's experts, up to 128; 0 makes no room for them",
+    help="highest rank of a LoRA adapter of a mixture's experts, at most 128; 0: no such adapters",
 )  # fmt: skip
-DECODE_STEPS = of_field(EngineConfig, "decode_steps")
+DECODE_STEPS = replace(
+    of_field(EngineConfig, "decode_steps"),
+    help="tokens of each sequence per launch, if every running sequence decodes. More are faster "
+    "for small models, where the host needs longer to launch a step than the device to run it. The "
+    "tokens of a launch are returned together, those after the end of a completion are dropped, "
+    "and a new request waits for the launch to end. With --mode dvr at most the drafts "
+    "of a verification window, 31 by default",
+)
 SELF_CHECK = replace(
     of_field(EngineConfig, "self_check"),
     choices=SELF_CHECKS,
-    help="start: compare each canonical program with prefill when it is compiled; a difference is "
-    "an error. always: a server also checks some answers while it has nothing else to do. off: "
-    "do neither",
+    help="start: compare each batch-invariant program with prefill when it has been compiled; a "
+    "difference is an error. always: a server also checks some answers while it is idle. off: "
+    "no checks",
 )
 CACHE_DIR = Option(
     name="cache_dir",
     default=default_cache_dir(),
     metavar="DIR",
-    help=f"where compiled programs are kept, so that the next start is quick; {NO_CACHE} keeps "
-    "none",
+    help=f"folder of compiled programs, which the next start reads; {NO_CACHE}: keep no programs",
 )
 WARM = Option(
     name="warm",
     default=False,
-    help="compile the programs that requests can need, keep them in --cache-dir, and end",
+    help="compile all programs that requests can need, write them to --cache-dir, and exit",
 )
 
 # --------------------------------------------------------------------------------------- sampling
@@ -382,23 +391,27 @@ PROMPT = Option(
     default=(),
     metavar="TEXT",
     help="text to continue; may be given several times. - reads one prompt from standard input "
-    "(without its last line end). Write --prompt=-x for a text that begins with a dash",
+    "and drops its last newline. Write --prompt=-x for a text that begins with a dash",
 )
 PROMPTS_FILE = Option(
     name="prompts_file",
     metavar="FILE",
-    help=".txt: a prompt a line. .jsonl: an object a line, with a `prompt`, `prompt_token_ids`, or "
-    "`messages` ([{role, content}, ...]), for which the chat template is used; if wanted, an "
-    '`id`, `sampling` ({field of SamplingParams: value}), `lora` (a name of --lora-modules, or "" '
-    "for the model alone), and for the template `tools`, "
+    help=".txt: one prompt per line. .jsonl: one JSON object per line, with `prompt`, "
+    "`prompt_token_ids`, or `messages` ([{role, content}, ...]), to which the chat template is "
+    "applied. Optional fields are `id`, `sampling` ({field of SamplingParams: value}), `lora` (a "
+    'name of --lora-modules, or "" for the model alone), and for the chat template `tools`, '
     "`chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`. Blank lines "
     "are skipped",
 )
 MAX_TOKENS = replace(
     of_field(SamplingParams, "max_tokens"),
-    help="most tokens of a completion; the end of the model's context ends it too",
+    help="most tokens of a completion, which also ends with the model's context",
 )
-TEMPERATURE = replace(of_field(SamplingParams, "temperature"), metavar="T")
+TEMPERATURE = replace(
+    of_field(SamplingParams, "temperature"),
+    metavar="T",
+    help="divides the logits: from 1e-30 to 1e30, or 0 for greedy (of equal logits, the first)",
+)
 TOP_K = replace(of_field(SamplingParams, "top_k"), metavar="K")
 TOP_P = replace(of_field(SamplingParams, "top_p"), metavar="P")
 MIN_P = replace(of_field(SamplingParams, "min_p"), metavar="P")
@@ -406,8 +419,9 @@ SEED = replace(
     of_field(SamplingParams, "seed"),
     metavar="S",
     parse=int,
-    default_text="drawn where tokens are sampled, and written",
-    help="of the noise, 0 to 2**64 - 1; the same seed and prompt give the same answer",
+    default_text="random if tokens are sampled, and written to the output",
+    help="seed of the sampling noise, 0 to 2**64 - 1; the same seed and prompt give the same "
+    "answer",
 )
 SAMPLING = MAX_TOKENS, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED
 
@@ -417,37 +431,37 @@ FORMAT = Option(
     name="format",
     default="text",
     choices=("text", "json"),
-    help="how the result is written: as text for people, or as one JSON document",
+    help="format of the result: text, or one JSON document",
 )
 OUTPUT = Option(
     name="output",
     flags=("-o", "--output", "--out"),
     metavar="FILE",
     default_text="standard output",
-    help="where the result is written",
+    help="file for the result",
 )
 REPORT = Option(
     name="report",
     flags=("--report", "--json"),
     metavar="FILE",
     parse=Path,
-    help="also write what was found, as JSON",
+    help="also write the result as JSON to this file",
 )
 SIGN = Option(
     name="sign",
     metavar="KEY",
-    help="sign receipts with this ed25519 key, a PEM file",
+    help="sign receipts with this ed25519 private key, a PEM file",
 )
 QUIET = Option(
     name="quiet",
     flags=("-q", "--quiet"),
     default=False,
-    help="write nothing to standard error but errors and bits that differ",
+    help="write only errors and differing bits to standard error",
 )
 CONFIG = Option(
     name="config",
     metavar="FILE",
-    help="read options from this TOML file, as in `batch-size = 16`; the command line wins",
+    help="TOML file of options, such as `batch-size = 16`; the command line takes precedence",
 )
 
 
@@ -463,7 +477,10 @@ def read_lora_modules(given: Sequence[str]) -> dict[str, Path]:
         if name in found:
             raise InputError(f"--lora-modules {name!r} is given twice; give each a name of its own")
         if not Path(folder).is_dir():
-            raise InputError(f"--lora-modules {name}={folder} is no folder")
+            raise InputError(
+                f"--lora-modules {name}={folder} is no folder; give one that PEFT's "
+                "save_pretrained has written"
+            )
         found[name] = Path(folder)
     return found
 
@@ -480,7 +497,10 @@ def _lora_module(text: str) -> tuple[str, str]:
             raise InputError(f"--lora-modules {text:.200} is not JSON ({error})") from error
     name, folder = (values.get(key) for key in ("name", "path"))
     if not all(isinstance(value, str) and value for value in (name, folder)):
-        raise InputError(f"--lora-modules {text:.200}: give NAME=DIR")
+        raise InputError(
+            f"--lora-modules {text:.200} has no name or no folder; give NAME=DIR, such as "
+            "sql=adapters/sql"
+        )
     return name, folder
 
 

@@ -20,8 +20,8 @@ from detjax.defaults import NO_CAST
 
 DESCRIPTION = """\
 Continue prompts with a language model (docs/models.md lists the families). The token ids and the
-float32 logprobs of a completion are the same bits in any batch, mesh and schedule; its digest is a
-hash of them. Only --mode fast makes no such claim.
+float32 logprobs of a completion have the same bits in any batch, mesh and schedule. The printed
+digest is a hash of them. Only --mode fast makes no such claim.
 
 Text goes to standard output, everything else to standard error."""
 
@@ -38,13 +38,20 @@ examples:
   python -m detjax.generate -p "It was a dark night" --mode dvr --repeat 2 --check --stats
   python -m detjax.generate -p "It was a dark night" --mode fast --repeat 4 --check
 
-JSON: per completion `index` (of the prompt), `sequence`, `prompt_token_ids`, `token_ids` (with the
-one that ended it), `text`, `finish_reason` (stop or length), `logprobs`, `top_logprobs` (with
---logprobs: [token id, logprob] pairs), `sampling` as it was used, `digest` (sha256 of the token ids
-as int32 and the logprobs as float32, little-endian), `fingerprint` (of numerics and build) and
-`model` (its name and hashes of weights, configuration and tokenizer). A logprob is the float32
-written as the shortest decimal of its exact value as a float64: read it back, round to float32, and
-no bit is lost.
+JSON, one object per completion:
+  index             of the prompt, from 0
+  sequence          of the --n of the prompt, from 0
+  prompt_token_ids
+  token_ids         with the token that ended the completion
+  text
+  finish_reason     stop or length
+  logprobs          float32, written as the shortest decimal of the value as a float64; read it and
+                    round it to float32, and no bit is lost
+  top_logprobs      with --logprobs: [token id, logprob] pairs
+  sampling          the parameters that were used
+  digest            sha256 of the token ids (int32) and logprobs (float32), little-endian
+  fingerprint       hash of numerics and build
+  model             name, and hashes of weights, configuration and tokenizer
 
 {EXIT_CODES}"""
 

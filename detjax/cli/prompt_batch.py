@@ -92,7 +92,10 @@ def make_prompt_batch(
     context = config.max_position_embeddings
     max_len = args.max_len or context
     if max_len > context:
-        raise InputError(f"--max-len {max_len} is above the model's context of {context} tokens")
+        raise InputError(
+            f"--max-len {max_len} is above the model's context of {context} tokens; give at most "
+            f"{context}, or leave it out"
+        )
     limits = RequestLimits.of(config, max_len)
     if args.max_len is not None:
         limits = dataclasses.replace(limits, max_len_name="--max-len")
@@ -101,7 +104,7 @@ def make_prompt_batch(
         with bad_input(f"{prompt.origin}: "):
             ids = _encode(prompt, tokenizer, has_control=args.control_tokens)
             sampling = of_command.with_fields(prompt.sampling)
-        with bad_input():
+        with bad_input(rephrase=_with_truncation):
             requests.append(
                 text_request(
                     ids,
@@ -122,6 +125,13 @@ def make_prompt_batch(
         extras=tuple(prompt.extras for prompt in prompts),
         adapters=tuple(_adapter_of(prompt, list(modules)) for prompt in prompts),
     )
+
+
+def _with_truncation(message: str) -> str:
+    """A message about a prompt that is too long also names the options that can help."""
+    more = "raise --max-len, or " if "more than --max-len of" in message else ""
+    cut = f"; {more}shorten the prompt (--truncate-prompt-tokens keeps its end)"
+    return message.replace("; shorten the prompt", cut)
 
 
 def _adapter_of(prompt: PromptEntry, names: Sequence[str]) -> str:

@@ -88,25 +88,26 @@ def write_receipts(
 
 
 _MODEL = replace(options.MODEL, default=None, default_text="the id in the receipts")
-_REVISION = replace(options.REVISION, default_text="that of the receipts")
+_REVISION = replace(options.REVISION, default_text="the revision in the receipts")
 _LORA_MODULES = replace(
     options.LORA_MODULES,
-    help="the folder of each adapter that the receipts name by its hash, under any name",
+    help="folder of each LoRA adapter of the receipts, under any name. Receipts name an adapter by "
+    "its hash",
 )
-_BACKEND = replace(options.BACKEND, default_text="auto: that of the receipts")
+_BACKEND = replace(options.BACKEND, default_text="auto: the backend in the receipts")
 _SIZES = options.TP, options.DP, options.BATCH_SIZE, options.PREFILL_CHUNK
 _ACCEPT = Option(
     name="accept",
     default=(),
     metavar="FIELD",
-    help="compare though this field of model, numerics or build differs, such as build.arch; may "
-    "be given several times. Without it another build is refused",
+    help="compare even if this field of the model, numerics or build differs, such as build.arch; "
+    "may be given several times. Without it a difference is an error",
 )
 _TRUST = Option(
     name="trust",
     metavar="KEY",
     parse=Path,
-    help="a public key in PEM: every receipt must be signed by it",
+    help="ed25519 public key, a PEM file, which must have signed every receipt",
 )
 
 
@@ -128,7 +129,7 @@ def make_receipt_parser(
         '  python -m detjax.generate -p "The old house" --temperature 1 --receipts answers.jsonl\n'
         f"  {example}\n\n{EXIT_CODES}",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one a line")
+    parser.add_argument("file", metavar="FILE", type=Path, help="receipts, one per line")
     add_options(parser, "model", (_MODEL, _REVISION, _LORA_MODULES))
     add_options(parser, "kernels", (_BACKEND,))
     schedule = (*_SIZES, options.CACHE_DIR, *own)

@@ -16,11 +16,11 @@ class Verb:
 VERBS = {
     "generate": Verb(
         module="detjax.generate",
-        does="continue prompts, and check that the answer is always the same",
+        does="continue prompts; check that the answers have the same bits in every run",
     ),
     "serve": Verb(
         module="detjax.serve",
-        does="answer over HTTP with OpenAI's API, whatever the load",
+        does="serve a model over HTTP with OpenAI's API, with the same bits under any load",
     ),
     "run_batch": Verb(
         module="detjax.run_batch",
@@ -28,19 +28,19 @@ VERBS = {
     ),
     "eval": Verb(
         module="detjax.eval",
-        does="run lm-evaluation-harness, with the same scores at any batch and mesh",
+        does="run lm-evaluation-harness, with the same scores at any batch size and mesh",
     ),
     "certify": Verb(
         module="detjax.certify",
-        does="prove the claims on this machine, for a model and a configuration",
+        does="test the claims on this machine, for a model and a configuration",
     ),
     "replay": Verb(
         module="detjax.replay",
-        does="run receipts again in another batch and mesh, and compare every bit",
+        does="run receipts again, in another batch and mesh, and compare every bit",
     ),
     "audit": Verb(
         module="detjax.audit",
-        does="check receipts by prefill, at a fraction of decoding's cost",
+        does="check receipts by prefill, at a fraction of the cost of decoding",
     ),
     "diverge": Verb(
         module="detjax.diverge",
@@ -48,7 +48,7 @@ VERBS = {
     ),
     "compare": Verb(
         module="detjax.compare",
-        does="count what differs between two sets of answers, and compare scores",
+        does="count the differences between two sets of answers, and compare scores",
     ),
     "quantize": Verb(
         module="detjax.quantize",
@@ -56,16 +56,16 @@ VERBS = {
     ),
     "convert_gguf": Verb(
         module="detjax.convert_gguf",
-        does="make a folder in Hugging Face format of a GGUF file",
+        does="convert a GGUF file to a folder in Hugging Face format",
     ),
     "grpo": Verb(
         module="detjax.grpo",
-        does="train a policy by GRPO whose rollouts have the trainer's bits",
+        does="train a model with GRPO; rollouts and trainer have the same logprobs, bit for bit",
     ),
 }
 """In the order in which a reader meets them."""
 
-USAGE = "usage: python -m detjax VERB [options]"
+USAGE = "usage: python -m detjax COMMAND [options]"
 
 
 def help_text() -> str:
@@ -76,10 +76,9 @@ def help_text() -> str:
         (
             USAGE,
             "",
-            "One canonical answer: inference whose tokens and logprobs have the same bits in any "
-            "batch.",
+            "Inference whose token ids and logprobs have the same bits in any batch.",
             "",
-            "verbs:",
+            "commands:",
             *lines,
             "",
             "options:",
@@ -99,4 +98,4 @@ def unknown_verb(given: str) -> str:
     near = difflib.get_close_matches(given, VERBS, n=1, cutoff=0.5)
     begun = [name for name in VERBS if given and name.startswith(given)]
     hint = f"did you mean {(begun or near)[0]}? " if begun or near else ""
-    return f"{given!r} is no verb of detjax; {hint}there are {', '.join(VERBS)}"
+    return f"{given!r} is not a command of detjax; {hint}commands are {', '.join(VERBS)}"

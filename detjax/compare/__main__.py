@@ -22,10 +22,10 @@ from detjax.compare.answers import ComparedAnswer, ServerQuery, ask_server, pair
 from detjax.compare.comparison import Comparison, Scores, compare
 
 EPILOG = f"""\
-A and B are files of JSON lines, or addresses of servers with OpenAI's API.
-A line is an answer: of python -m detjax.generate --format jsonl or detjax.run_batch, a response of
-OpenAI's API, or an object with `text`. Answers are paired by `id` (of a batch `custom_id`), else by
-prompt and sequence, else by line.
+A and B are files of JSON lines, or addresses of servers with OpenAI's API. A line is an answer: a
+line of python -m detjax.generate --format jsonl or detjax.run_batch, a response of OpenAI's API, or
+an object with `text`. Answers are paired by `id` (of a batch `custom_id`), else by prompt and
+sequence, else by line number.
 
 examples:
   python -m detjax.compare old.jsonl new.jsonl
@@ -38,24 +38,25 @@ examples:
 _SCORE = Option(
     name="score",
     metavar="FIELD",
-    help="a field of every line of two files: a number, true or false",
+    help="also compare this field of every line: a number, true or false",
 )
 _ALPHA = Option(
     name="alpha",
     parse=float,
     default=0.05,
     metavar="P",
-    help="a difference of scores is called more than chance below this p-value",
+    help="significance level: scores with a smaller p-value are reported as different",
 )
-_CONCURRENCY = Option(name="concurrency", parse=int, default=8, help="requests at once")
+_CONCURRENCY = Option(name="concurrency", parse=int, default=8, help="most requests at once")
 _SERVERS = (
-    replace(options.PROMPTS_FILE, help=".txt: a prompt a line. .jsonl: an object with `prompt` a "
-            "line"),
+    replace(options.PROMPTS_FILE, help=".txt: one prompt per line. .jsonl: one object with "
+            "`prompt` per line"),
     options.MAX_TOKENS,
     options.TEMPERATURE,
     replace(options.SEED, default=0, default_text=""),
     _CONCURRENCY,
-    Option(name="api_key", metavar="KEY", default_text="OPENAI_API_KEY", help="of both servers"),
+    Option(name="api_key", metavar="KEY", default_text="the variable OPENAI_API_KEY",
+           help="API key of both servers"),
 )  # fmt: skip
 
 
@@ -66,10 +67,10 @@ def make_parser() -> CommandParser:
         description="Compare two sets of answers to the same prompts: texts, tokens, bits, scores.",
         epilog=EPILOG,
     )
-    parser.add_argument("a", metavar="A", help="a file, or the address of a server")
-    parser.add_argument("b", metavar="B", help="the other")
-    add_options(parser, "files", (_SCORE, _ALPHA))
-    add_options(parser, "servers", _SERVERS)
+    parser.add_argument("a", metavar="A", help="file, or address of a server")
+    parser.add_argument("b", metavar="B", help="the other file or server")
+    add_options(parser, "two files", (_SCORE, _ALPHA))
+    add_options(parser, "servers: what they are asked", _SERVERS)
     add_options(parser, "output", (options.FORMAT, options.OUTPUT))
     return parser
 

@@ -226,7 +226,9 @@ def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) ->
         told = one_line(error.read(2000).decode(errors="replace"))
         raise InputError(f"{url} answers {error.code}: {told}") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{url} does not answer: {error}") from error
+        raise InputError(
+            f"{url} does not answer: {error}; start the server, or check its address"
+        ) from error
 
 
 def paired(

@@ -36,17 +36,17 @@ if TYPE_CHECKING:  # imports JAX
     from detjax.proof.receipt import Receipt
 
 EPILOG = f"""\
-A setting is KEY=VALUE,KEY=VALUE of:
+A setting is KEY=VALUE,KEY=VALUE. The keys and their defaults:
   tp=1            devices that share each layer; without GPUs, virtual ones
-  dp=1            replicas
-  batch=1         sequences that run at once: the prompt, and company of other tokens and lengths
-  row=0           which of them the prompt is
+  dp=1            replicas of the model
+  batch=1         sequences in the batch: the prompt and batch - 1 others of other lengths
+  row=0           row of the prompt in the batch, from 0
   mode=invariant  or dvr, fast
-  backend=auto    or portable, sm90, reference
-  chunk=64        prompt tokens of one prefill step
-  path=decode     or prefill: each token is computed by a prefill of all before it
-  decode_steps=1  tokens of a sequence in one launch
-  pages=0         cache pages; 0 is enough for all, fewer mean preemption
+  backend=auto    or sm90, reference, portable
+  chunk=64        prompt tokens per prefill step
+  path=decode     or prefill: each token is computed by a prefill of all tokens before it
+  decode_steps=1  tokens of a sequence per launch
+  pages=0         pages of the key and value cache; 0: enough for the batch; fewer cause preemption
 
 examples:
   python -m detjax.diverge tp=1 tp=2,batch=8,chunk=16 -p "The sea"
@@ -61,34 +61,35 @@ examples:
 
 _SIDES = (
     Option(
-        name="a", metavar="SETTING", default_text="every default", help="one setting, in place of "
-        "the first argument",
+        name="a", metavar="SETTING", default_text="all defaults", help="the first setting, in "
+        "place of the first argument",
     ),
     Option(
-        name="b", metavar="SETTING", default="", default_text="every default",
-        help="the other setting, likewise",
+        name="b", metavar="SETTING", default="", default_text="all defaults",
+        help="the second setting, in place of the second argument",
     ),
     Option(
         name="answer", metavar="FILE",
-        help="in place of --a and --prompt: of python -m detjax.generate --format jsonl, with n=1",
+        help="compare this recorded answer with B, in place of --a and --prompt: output of python "
+        "-m detjax.generate --format jsonl with --n 1",
     ),
     Option(
         name="receipt", metavar="FILE",
-        help="in place of --a and --prompt: of --receipts; its model, its numerics and its "
-        "sampling are used",
+        help="compare this receipt with B, in place of --a and --prompt: output of python -m "
+        "detjax.generate --receipts. Model, numerics and sampling are those of the receipt",
     ),
     Option(
         name="evidence", metavar="FILE",
-        help="that a self-check has kept: settings that do the same are compared",
+        help="compare two settings that repeat a failed self-check, which has written this file",
     ),
     Option(
-        name="line", parse=int, default_text="the only one",
-        help="of --answer or --receipt, from 1",
+        name="line", parse=int, default_text="the only line",
+        help="line of --answer or --receipt, from 1",
     ),
 )  # fmt: skip
 _PROMPT = replace(options.PROMPT, default=None, help="text to continue")
 _DEEP = Option(
-    name="deep", default=False, help="compare every operation though the answers are equal"
+    name="deep", default=False, help="compare every operation even if the answers are equal"
 )
 _MODEL = (
     replace(options.MODEL, default=None, default_text="that of the receipt or the evidence, else "
@@ -105,15 +106,15 @@ def make_parser() -> CommandParser:
     """The command line."""
     parser = CommandParser(
         "diverge",
-        description="Compare two settings, or an answer and a setting, of one model and prompt, "
-        "and name the first operation whose bits differ.",
+        description="Run a model and a prompt with two settings, A and B, and name the first "
+        "operation whose bits\ndiffer. A recorded answer or a receipt can stand for A.",
         epilog=EPILOG,
     )
-    parser.add_argument("settings", metavar="SETTING", nargs="*", help="A and B, in place of --a "
-                        "and --b; beside --answer or --receipt B alone")  # fmt: skip
+    parser.add_argument("settings", metavar="SETTING", nargs="*", help="A and B, such as tp=1 "
+                        "tp=2; only B with --answer or --receipt")  # fmt: skip
     add_options(parser, "what is compared", (*_SIDES, _PROMPT, _DEEP))
     add_options(parser, "model", _MODEL)
-    add_options(parser, "sampling (of an answer: as it was asked for)", _SAMPLING)
+    add_options(parser, "sampling (a recorded answer has its own)", _SAMPLING)
     add_options(parser, "output", (options.FORMAT, options.OUTPUT, options.CACHE_DIR))
     return parser
 
@@ -159,8 +160,8 @@ def _positional(args: argparse.Namespace, given: Sequence[str]) -> tuple[str | N
     if given and len(settings) == 1:
         return None, settings[0]
     if given or len(settings) != 2:
-        wanted = f"B beside --{given[0]}" if given else "A and B"
-        raise InputError(f"{len(settings)} settings are given; give {wanted}")
+        wanted = f"one beside --{given[0]}" if given else "two, such as tp=1 tp=2"
+        raise InputError(f"number of settings given: {len(settings)}; give {wanted}")
     return settings[0], settings[1]
 
 

@@ -201,7 +201,10 @@ class EngineConfig:
                 "every token before it proposes the next"
             )
         if self.has_prompt_lookup and self.mode != "invariant":
-            raise ValueError(f"has_prompt_lookup needs mode='invariant', not {self.mode!r}")
+            raise ValueError(
+                "has_prompt_lookup, which the speculative methods ngram and suffix set, needs "
+                f"mode='invariant', not {self.mode!r}"
+            )
         if by_model and (self.verify_window < 2 or self.has_prompt_lookup):
             raise ValueError(
                 f"draft_weights={self.draft_weights!r} needs verify_window={self.verify_window} "

@@ -81,8 +81,14 @@ class SpeculativeConfig:
         if not isinstance(self.model, str):
             raise ValueError(f"model={self.model!r} must be a text")
         if (self.method in (DRAFT_MODEL, EAGLE3)) != bool(self.model):
-            fix = "give one" if not self.model else "leave it out"
-            raise ValueError(f"model={self.model!r} with method={self.method!r}: {fix}")
+            if self.model:
+                raise ValueError(
+                    f"model={self.model!r} is not used by method={self.method!r}; leave it out"
+                )
+            what = "an EAGLE-3 head" if self.method == EAGLE3 else "a draft model"
+            raise ValueError(
+                f"method={self.method!r} needs `model`, the folder or Hugging Face id of {what}"
+            )
         self._check_quantization()
 
     def _check_quantization(self) -> None:
@@ -115,7 +121,9 @@ class SpeculativeConfig:
             if field.name.startswith(SUFFIX) and getattr(self, field.name) != field.default
         ]
         if given and self.method != SUFFIX:
-            raise ValueError(f"{given[0]} is of method={SUFFIX!r}, not {self.method!r}")
+            raise ValueError(
+                f"{given[0]} is for method={SUFFIX!r}, not {self.method!r}; leave it out"
+            )
 
     @classmethod
     def of(cls, given: "SpeculativeConfig | Mapping[str, Any] | str") -> "SpeculativeConfig":
@@ -132,12 +140,14 @@ class SpeculativeConfig:
             try:
                 given = json.loads(given)
             except ValueError as error:
-                raise ValueError(f"{given} is no JSON object: {error}") from error
+                raise ValueError(
+                    f"{given} is no JSON object ({error}); write {_EXAMPLE}"
+                ) from error
         if not isinstance(given, Mapping):
             raise ValueError(f"{given!r} must be an object, as in {_EXAMPLE}")
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(f"{unknown[0]!r} is no field; there are {', '.join(known)}")
+            raise ValueError(f"{unknown[0]!r} is no field; the fields are {', '.join(known)}")
         if "method" not in given:
             if "model" not in given:
                 raise ValueError(f"neither a method nor a model is given; write {_EXAMPLE}")

@@ -230,8 +230,8 @@ def decoder_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if unknown := sorted(others.keys() - known):
         raise ValueError(
             f"{unknown[0]}={others[unknown[0]]!r:.80} is not a key that detjax knows beside "
-            f"{wrapper.section!r} of {wrapper.architecture!r}, and a key it ignored could be one "
-            "that changes the model"
+            f"{wrapper.section!r} of {wrapper.architecture!r}, and it may change what the model "
+            "computes; if it cannot, remove it from config.json"
         )
     if others.get("model_type", wrapper.model_type) != wrapper.model_type:
         raise ValueError(
@@ -299,10 +299,10 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
             continue
         if key not in checked:
             raise ValueError(
-                f"{key}={value!r} is not a key that detjax knows for {family.name!r}, and a key it "
-                "ignored could be one that changes the model. If this one cannot change a logit, "
-                "add it to INERT_KEYS in detjax/models/hf_config.py; if it can, this model is not "
-                "supported"
+                f"{key}={value!r} is not a key that detjax knows for {family.name!r}. Unknown keys "
+                "are refused, because one may change what the model computes. If this key cannot, "
+                "remove it from config.json, or add it to INERT_KEYS in detjax/models/hf_config.py "
+                "for every model; if it can, this model is not supported"
             )
         if value not in checked[key]:
             supported = " or ".join(repr(v) for v in checked[key])

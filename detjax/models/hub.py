@@ -122,7 +122,9 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
             )
         yield
     except hub_errors.HFValidationError as error:
-        raise ValueError(f"{nowhere} a repository id (owner/name)") from error
+        raise ValueError(
+            f"{nowhere} a repository id (owner/name); check the spelling of the path"
+        ) from error
     except hub_errors.GatedRepoError as error:
         raise PermissionError(
             f"{name!r} is gated: ask for access on its page at huggingface.co, then run "
@@ -137,7 +139,7 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from error
     except OSError as error:  # offline, no network, or the hub refused
         raise FileNotFoundError(
-            f"{name!r} is not an existing folder, and Hugging Face could not be reached "
-            f"({type(error).__name__}: {error}). Download it on a machine with a network and "
-            "give its folder, or unset HF_HUB_OFFLINE"
+            f"{name!r} is not an existing folder, and Hugging Face could not be reached. Check the "
+            "network, unset HF_HUB_OFFLINE if it is set, or download the model elsewhere (`hf "
+            f"download {name}`) and give its folder ({type(error).__name__}: {error})"
         ) from error

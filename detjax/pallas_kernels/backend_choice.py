@@ -57,7 +57,7 @@ def choose_backend(
         if backend.platform == "cpu" and num_params > MAX_UNASKED_CPU_PARAMS:
             raise ValueError(
                 f"the model has {num_params / 1e9:.1f} billion parameters and would run on the "
-                f"CPU, many seconds a token: {'; '.join(refusals)}; use an H100 or H200, or "
+                f"CPU, at many seconds per token: {'; '.join(refusals)}; use an H100 or H200, or "
                 f"ask for the CPU with --backend {backend.value}"
             )
         if missing := kernels.what_to_install():

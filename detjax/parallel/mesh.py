@@ -71,9 +71,12 @@ def make_mesh(dp: int, tp: int, *, platform: str = "cpu") -> Mesh:
         raise ValueError(f"{tp=} must be a power of two: the ranks are leaves of a binary tree")
     devices = jax.devices(platform)
     if len(devices) < dp * tp:
+        fix = "call configure_virtual_devices first" if platform == "cpu" else (
+            "let JAX see more GPUs (CUDA_VISIBLE_DEVICES)"
+        )  # fmt: skip
         raise ValueError(
-            f"{dp=} times {tp=} needs {dp * tp} devices, there are {len(devices)}; "
-            "lower one of them, or call configure_virtual_devices first"
+            f"{dp=} times {tp=} needs {dp * tp} devices, there are {len(devices)}; lower one of "
+            f"them, or {fix}"
         )
     num_processes = jax.process_count()
     if num_processes > 1 and len(devices) != dp * tp:

@@ -93,7 +93,7 @@ def test_names_and_folders_that_cannot_be_are_refused(capsys, tmp_path, folders)
         (['{"name": 3}'], "give NAME=DIR"),
         (["{"], "is not JSON"),
         ([f"a={sea}", f"a={sea}"], "'a' is given twice"),
-        (["a=/nowhere"], "a=/nowhere is no folder"),
+        (["a=/nowhere"], "a=/nowhere is no folder; give one that PEFT"),
     ):
         with pytest.raises(InputError, match=message):
             read_lora_modules(given)

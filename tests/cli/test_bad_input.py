@@ -17,7 +17,7 @@ from detjax.cli import errors
         (("--prompt", "a", "--prompt", ""), "--prompt number 2 is empty"),
         (
             ("--prompt", "x" * 64),
-            "has 65 tokens and its answer 1, more than",
+            "more than the model's context of 64; shorten the prompt (--truncate-prompt-tokens",
         ),
         (("--prompt", "\udcff"), "--prompt is not valid UTF-8 at character 1 (0xff); convert"),
         (("--prompt", "a\ud800"), r"--prompt has \ud800, one half of a surrogate pair"),
@@ -70,7 +70,8 @@ from detjax.cli import errors
         ),
         (
             ("--prompt", "a", "--mode", "dvr", "--prompt-lookup"),
-            "--prompt-lookup needs --mode invariant, not 'dvr'",
+            "--prompt-lookup, which the speculative methods ngram and suffix set, needs "
+            "--mode invariant, not 'dvr'",
         ),
         (("--prompt", "a", "--verify-window", "0"), "--verify-window 0 must be at least 1"),
         (
@@ -129,10 +130,11 @@ from detjax.cli import errors
         (("--prompt", "a", "--regex", "("), "error: --regex is refused: "),
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
-        (("--prompt", "a", "--max-len", "65"), "--max-len 65 is above the model's context of 64"),
+        (("--prompt", "a", "--max-len", "65"), "context of 64 tokens; give at most 64"),
         (
             ("--prompt", "a" * 9, "--max-len", "9"),
-            "10 tokens and its answer 1, more than --max-len of 9",
+            "10 tokens and its answer 1, more than --max-len of 9; raise --max-len, or "
+            "shorten the prompt (--truncate-prompt-tokens keeps its end)",
         ),
         (("--prompt", "a", "--output", "/no/such/file"), "--output /no/such/file is in a folder"),
         (("--prompt", "a", "--revision", "main"), "has no meaning for the folder"),

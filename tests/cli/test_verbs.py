@@ -53,13 +53,13 @@ def test_verbs_are_listed_with_a_line_each(capsys, argv):
         ("gen", "did you mean generate?"),
         ("server", "did you mean serve?"),
         ("evaluate", "did you mean eval?"),
-        ("xyzzy", "there are generate, serve"),
-        ("--port", "there are generate, serve"),
+        ("xyzzy", "commands are generate, serve"),
+        ("--port", "commands are generate, serve"),
     ],
 )
 def test_the_nearest_verb_is_named(capsys, given, says):
     assert main([given]) == errors.BAD_INPUT
-    assert f"error: {given!r} is no verb" in (err := capsys.readouterr().err) and says in err
+    assert f"error: {given!r} is not a command" in (err := capsys.readouterr().err) and says in err
 
 
 def test_a_verb_is_run_as_its_module_is_and_ends_with_its_code():

@@ -244,4 +244,5 @@ def test_two_servers_are_asked_the_same_prompts(tmp_path, capsys):
         for server in [*servers.values(), *spare]:
             server.server_close()
     assert main([even, odd, *prompts]) == BAD_INPUT
-    assert "does not answer" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "does not answer" in told and "start the server, or check its address" in told

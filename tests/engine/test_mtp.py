@@ -333,7 +333,7 @@ def test_a_head_goes_with_its_method_alone(model, head):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "mtp", "model": "x"}, "model='x' with method='mtp': leave it out"),
+        ({"method": "mtp", "model": "x"}, "model='x' is not used by method='mtp'; leave"),
         ({"method": "mtp", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be"),
     ],
 )

@@ -389,19 +389,25 @@ def test_options_that_do_not_go_with_a_draft_model_are_refused(changes, message)
         ("[]", "must be an object"),
         ({}, "neither a method nor a model"),
         ({"method": "medusa"}, "method='medusa' must be one of"),
-        ({"method": "draft_model"}, "model='' with method='draft_model': give one"),
+        (
+            {"method": "draft_model"},
+            "method='draft_model' needs `model`, the folder or Hugging Face id of a",
+        ),
         ({"method": "ngram", "model": "a"}, "leave it out"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0 must be"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "must be an integer from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True must"),
         ({"method": "ngram", "disable_by_batch_size": -1}, "disable_by_batch_size=-1 must be"),
         ({"method": "ngram", "tokens": 2}, "'tokens' is no field"),
-        ({"method": "eagle3"}, "model='' with method='eagle3': give one"),
+        (
+            {"method": "eagle3"},
+            "method='eagle3' needs `model`, the folder or Hugging Face id of an EAGLE",
+        ),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "must be a number from 0 to 1"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "from 2 to 65536"),
         (
             {"method": "ngram", "suffix_decoding_max_tree_depth": 9},
-            "suffix_decoding_max_tree_depth is of method='suffix', not 'ngram'",
+            "suffix_decoding_max_tree_depth is for method='suffix', not 'ngram'; leave it out",
         ),
     ],
 )

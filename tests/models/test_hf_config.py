@@ -443,7 +443,8 @@ def test_bad_rotary_parameters_are_refused(keys, message):
 
 def test_unknown_key_is_refused_by_name():
     with pytest.raises(
-        ValueError, match=r"residual_multiplier=0.22 is not a key that detjax knows.*INERT"
+        ValueError,
+        match=r"residual_multiplier=0.22 is not a key that .*remove it from config.json.*INERT",
     ):
         config_of(residual_multiplier=0.22)
 

@@ -200,6 +200,11 @@ def test_a_run_that_was_killed_is_continued_from_its_newest_finished_state(tmp_p
     assert newest_state(tmp_path / "step11") == tmp_path / "step11"
 
 
+def test_a_rollout_tp_that_cannot_be_is_named_as_the_option_that_was_given(capsys):
+    assert main(["--rollout-tp", "3"]) == BAD_INPUT
+    assert "error: --rollout-tp 3 must be a power of two" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -164,8 +164,8 @@ def check_memory(
     if wanted > free:
         raise ValueError(
             f"a cache of {num_pages} pages takes {wanted / 2**30:.1f} GiB, and {where} has "
-            f"{free / 2**30:.1f} GiB free; lower --batch-size, --max-tokens or --cache-pages "
-            "(batch_size, max_len or num_pages)"
+            f"{free / 2**30:.1f} GiB free; lower --batch-size, --max-len, --max-tokens or "
+            "--cache-pages (batch_size, max_len or num_pages)"
         )
 
 

@@ -150,7 +150,7 @@ def _refuse_unsupported(path: Path, values: Mapping[str, Any]) -> None:
         if name not in _USED | _INERT and value not in (None, False, [], {}, ""):
             raise ValueError(
                 f"{path} has {name}={value!r:.80}, which is not supported; detjax computes "
-                "base + s B A x and nothing else"
+                "plain LoRA only, W x + scale * B A x"
             )
 
 
