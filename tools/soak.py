@@ -404,26 +404,26 @@ def streamed(i: int) -> bytes:
 
 
 def killed_clients(soak: Soak) -> str:
-    """They reset their connections in the midst of a stream."""
+    """64 clients reset their connections in the middle of a stream."""
     with sockets(soak, streamed) as made:
         for one in made[:4]:
             one.recv(10)
         for one in made:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return f"{NUM_CLIENTS} connections reset in the midst of streams"
+    return f"{NUM_CLIENTS} connections reset during streams"
 
 
 def half_open_sockets(soak: Soak) -> str:
-    """They send a part of a request, and nothing more, while others ask."""
+    """64 clients send part of a request and nothing more, while others send requests."""
     parts = b"", b"POST /v1/comp", streamed(0)[:-40], b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03"
     with sockets(soak, lambda i: parts[i % len(parts)]):
         for _ in range(3):
             soak.ask()
-    return f"{NUM_CLIENTS} requests never finished; 3 others answered meanwhile"
+    return f"{NUM_CLIENTS} requests stayed incomplete; 3 other requests were answered meanwhile"
 
 
 def slow_readers(soak: Soak) -> str:
-    """They read nothing while others ask, and then all of it."""
+    """64 clients read nothing of their streams while others send requests, then read all of it."""
     with sockets(soak, streamed) as made:
         soak.ask()
         for i, one in enumerate(made):
@@ -434,39 +434,39 @@ def slow_readers(soak: Soak) -> str:
                 received += part
             told = [d.decode() for d in re.findall(rb'"digest":"([0-9a-f]{64})"', received)]
             expect(told == soak.wanted[i % len(BODIES)], f"stream {i} says {told}")
-    return f"{NUM_CLIENTS} streams read late: all whole, with their digests"
+    return f"{NUM_CLIENTS} streams read late: all complete, with the right digests"
 
 
 # ------------------------------------------------------------------------------------- of processes
 
 
 def stopped_server(soak: Soak) -> str:
-    """SIGSTOP for seconds, with requests under way."""
+    """The server gets SIGSTOP for 0.5 to 3 s, with requests running."""
     soak.server.process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(soak.rng.uniform(0.5, 3.0))
     finally:
         soak.server.process.send_signal(signal.SIGCONT)
     soak.ask()
-    return "it went on, and answered"
+    return "after SIGCONT it answered all requests"
 
 
 def replaced_server(soak: Soak) -> str:
-    """SIGTERM under load, and another server of the same cache."""
+    """SIGTERM under load, then a new server with the same cache of compiled programs."""
     soak.stop()
     soak.server = Server(soak.folder, soak.cache)
     soak.warm()
-    return "it drained with status 0; the next one answers alike"
+    return "the server drained and exited with 0; the next one gave the same answers"
 
 
 def exit_at_work(soak: Soak) -> str:
-    """The interpreter ends while a thread generates."""
+    """The Python interpreter exits while a thread generates."""
     run = subprocess.run(
         [sys.executable, "-c", EXITS, str(soak.cache)], capture_output=True, text=True,
         env=environment(), timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-500:]}")
-    return "the process ended with status 0"
+    return "exit status 0"
 
 
 def several_engines(soak: Soak) -> str:
@@ -477,24 +477,24 @@ def several_engines(soak: Soak) -> str:
     )  # fmt: skip
     expect(run.returncode == 0, f"status {run.returncode}: {run.stderr[-500:]}")
     expect(run.stdout.split() == [soak.generated], f"{run.stdout} instead of {soak.generated}")
-    return "6 answers of two engines have one digest"
+    return "6 answers of the two engines had one digest"
 
 
 # ----------------------------------------------------------------------------------------- of files
 
 
 def damaged_cache(soak: Soak) -> str:
-    """Entries with other bytes, cut short, empty, or replaced by folders and links."""
+    """Cached programs are changed in a bit, cut short, emptied, or made folders or links."""
     files = [file for file in soak.cache.rglob("*-cache") if file.is_file()]
     for i in soak.rng.permutation(len(files))[:6]:
         damage(files[i], soak.rng)
     found, run = soak.generate(cache=soak.cache)
     expect(found == soak.generated, f"{found} instead of {soak.generated}: {run.stderr[-500:]}")
-    return f"{min(6, len(files))} of {len(files)} entries damaged; the answer is the same"
+    return f"{min(6, len(files))} of {len(files)} entries damaged; the answer was the same"
 
 
 def concurrent_writers(soak: Soak) -> str:
-    """Processes that fill one new cache at once."""
+    """Two processes fill one new cache of compiled programs at once."""
     with tempfile.TemporaryDirectory(dir=soak.folder) as cache:
         given = [sys.executable, *GENERATE, "--cache-dir", cache]
         running = [
@@ -511,7 +511,7 @@ def concurrent_writers(soak: Soak) -> str:
         expect(found == soak.generated, f"from the cache {found} instead of {soak.generated}")
         left = [str(file) for file in Path(cache).rglob("tmp*")]
         expect(not left, f"left over: {left}")
-    return "two writers and a reader have one digest; no temporary file is left"
+    return "two writers and a reader had one digest; no temporary file was left"
 
 
 FULL = """
@@ -524,7 +524,7 @@ runpy.run_module("detjax.generate", run_name="__main__")
 
 
 def full_disk(soak: Soak) -> str:
-    """No file can have more than so many bytes: nothing is kept, and the answer is the same."""
+    """The size of files is limited to 0, 100 or 65,536 bytes, so no program can be cached."""
     script = soak.folder / "full.py"
     script.write_text(FULL.replace("NUM_BYTES", str(pick((0, 100, 65536), soak.rng))))
     with tempfile.TemporaryDirectory(dir=soak.folder) as cache:
@@ -532,11 +532,11 @@ def full_disk(soak: Soak) -> str:
         expect(found == soak.generated, f"{found} instead of {soak.generated}: {run.stderr[-500:]}")
         left = [str(file) for file in Path(cache).rglob("tmp*")]
         expect(not left, f"left over: {left}")
-    return "nothing is kept; the answer is the same"
+    return "no program was cached; the answer was the same"
 
 
 def damaged_folder(soak: Soak) -> str:
-    """A model with a file that is cut, missing or other bytes is refused in words, or the same."""
+    """A file of the model is cut, empty, missing or zeros: an error, or the same answer."""
     with tempfile.TemporaryDirectory(dir=soak.folder) as copy:
         folder = Path(copy) / "model"
         shutil.copytree(BUNDLED, folder)
@@ -552,7 +552,7 @@ def damaged_folder(soak: Soak) -> str:
         said = f"{file.name} {how}: status {run.returncode}, {run.stderr[-500:]}"
         expect("Traceback" not in run.stderr, said)
         expect(bool(found) or run.returncode == 2, said)
-    return f"{file.name} {how}: " + ("the same answer" if found else "refused in words")
+    return f"{file.name} {how}: " + ("the same answer" if found else "error reported")
 
 
 def damage(file: Path, rng: np.random.Generator) -> None:
@@ -575,7 +575,7 @@ def damage(file: Path, rng: np.random.Generator) -> None:
 
 
 def replaced_weights(soak: Soak) -> str:
-    """Other weights under load, damaged ones, and the first ones again."""
+    """Other weights are loaded under load, then damaged ones, then the first ones again."""
     mode = pick(("wait", "abort"), soak.rng)
     try:
         soak.load_weights(soak.weights[1], mode=mode)
@@ -592,11 +592,11 @@ def replaced_weights(soak: Soak) -> str:
         soak.ask()
     finally:
         soak.load_weights(soak.weights[0], mode="wait")
-    return f"mode {mode}: each answer is of one weights; a file cut short is refused"
+    return f"mode {mode}: each answer is from one set of weights; a file cut short is refused"
 
 
 def sleeping_server(soak: Soak) -> str:
-    """Weights and cache leave the device under load, and come back."""
+    """`POST /sleep` and `/wake_up` under load: weights and cache leave the device and return."""
     mode = pick(("wait", "abort"), soak.rng)
     slept = soak.administer("/sleep", level=1, mode=mode)
     expect(slept.status_code == 200, slept.text[:300])
@@ -611,11 +611,11 @@ def sleeping_server(soak: Soak) -> str:
     finally:
         woken = soak.administer("/wake_up")
         expect(woken.status_code == 200, woken.text[:300])
-    return f"mode {mode}: {held:.0f} requests waited, and were answered"
+    return f"mode {mode}: {held:.0f} requests waited and were answered"
 
 
 def replayed_receipts(soak: Soak) -> str:
-    """Receipts of answers under load, on a mesh of two devices; a changed one is refused."""
+    """Receipts of answers under load are replayed on two devices; a changed one must fail."""
     with soak.client() as client:
         told = [client.post("/v1/completions", json=b | {"receipt": True}) for b in BODIES]
     lines = [one.json()["choices"][0]["detjax"]["receipt"] for one in told]
@@ -635,11 +635,11 @@ def replayed_receipts(soak: Soak) -> str:
     digest = json.loads(lines[-1])["answer"]["digest"]
     changed = lines[-1].replace(digest, digest[::-1])
     expect(replay([*lines[:-1], changed]).returncode != 0, "a changed receipt was accepted")
-    return f"{len(lines)} receipts replayed at tp 2 with the same bits; a changed one refused"
+    return f"{len(lines)} receipts replayed at tp 2 with the same bits; the changed receipt failed"
 
 
 def killed_replica(soak: Soak) -> str:
-    """One of two replicas on Ray is killed under streams; clients ask again."""
+    """One of two replicas on Ray is killed during streams; clients send the requests again."""
     if importlib.util.find_spec("ray") is None:
         raise SkippedError("ray is not installed")
     rows = [body | {"max_tokens": 200, "ignore_eos": True} for body in BODIES]
@@ -658,7 +658,9 @@ def killed_replica(soak: Soak) -> str:
     expect(found == wanted, f"{found} instead of {wanted}")
     num_cut = sum(num_tokens > 0 for row in said["found"] for num_tokens in row["cut"])
     expect(num_cut > 0, "no stream was cut")
-    return f"{len(rows)} streams, cut {num_cut} times and asked again: the server's digests"
+    return (
+        f"{len(rows)} streams, cut {num_cut} times and sent again: the digests of the single server"
+    )
 
 
 type Fault = Callable[[Soak], str]
@@ -688,17 +690,18 @@ def report(soak: Soak, told: dict[str, Any], failures: Sequence[str]) -> str:
         "# Faults around a server",
         "",
         f"`python tools/soak.py --seconds {told['seconds']:.0f} --seed {told['seed']}` on "
-        f"{told['date']}: {told['machine']}, {told['cores']} cores, {told['after_s']:.0f} s. A "
-        "server of the bundled model runs, and four clients compare each answer with the one of "
-        "the quiet server by its digest.",
+        f"{told['date']}: {told['machine']}, {told['cores']} cores, {told['after_s']:.0f} s. It "
+        "serves the bundled model and injects the faults below, one after the other. Four clients "
+        "send requests all the time and compare the digest of each answer with that of a server "
+        "without faults.",
         "",
-        f"- {soak.num_answers} answers next to the faults, {len(soak.wrong)} wrong. "
-        f"{soak.num_refused} requests were refused, as a server was replaced or paused.",
-        f"- Memory of the last server: {told['warm_mib']:.0f} MiB when it had compiled, "
-        f"{told['end_mib']:.0f} at the end; {told['files']} open files.",
-        f"- {'Everything held.' if not failures else 'Not everything held: see below.'}",
+        f"- {soak.num_answers} answers during the faults, {len(soak.wrong)} wrong. "
+        f"{soak.num_refused} requests were refused, because the server was replaced or paused.",
+        f"- Memory of the last server: {told['warm_mib']:.0f} MiB after compilation, "
+        f"{told['end_mib']:.0f} MiB at the end; {told['files']} open files.",
+        f"- {'Every fault was survived.' if not failures else 'Failures: see below.'}",
         "",
-        "| fault | what it does | times | survived | seconds each | what was seen |",
+        "| fault | what it does | times | survived | seconds each | result of the last one |",
         "|---|---|---|---|---|---|",
     ]
     for fault in soak.faults:
