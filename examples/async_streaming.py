@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stream several answers at once on asyncio; one consumer stops early, which frees its place.
+"""Stream several answers at once with asyncio. One consumer stops early, which aborts its request.
 
     python examples/async_streaming.py [MODEL]
 
-The engine knows tokens; `TextStream` makes whole characters of them and looks for stop strings.
+The engine returns tokens. `TextStream` decodes them to whole characters and finds stop strings.
 """
 
 import asyncio

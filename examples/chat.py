@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold a conversation of two turns with a model that has a chat template.
 
-    python examples/chat.py                     # the bundled model, which only goes on
+    python examples/chat.py                     # the bundled model, which only continues text
     python examples/chat.py Qwen/Qwen3-0.6B     # downloaded once
 
-Special tokens written out in a message stay text.
+Special tokens in the text of a message are treated as plain text.
 """
 
 import sys

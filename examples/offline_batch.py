@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue many prompts at once and write each answer with its logprobs: a line of JSON each.
+"""Continue many prompts at once, and write each answer with its logprobs as a line of JSON.
 
     python examples/offline_batch.py [MODEL] [PROMPTS.txt] > answers.jsonl
 
-The bits of an answer do not depend on the other prompts of the list.
+The bits of an answer do not depend on the other prompts.
 """
 
 import json

@@ -3,8 +3,8 @@
 
     python examples/ray_data.py [MODEL] [PROMPTS.txt] [OUT] [REPLICAS] [GPUS]
 
-MODEL is opened by REPLICAS actors of GPUS GPUs each. A lost actor's rows are answered by another,
-and no bit of any row depends on which.
+REPLICAS actors load MODEL, each on GPUS GPUs. If an actor is lost, another answers its rows. No bit
+of a row depends on the actor.
 """
 
 import sys

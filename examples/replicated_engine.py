@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine over several processes, of which process 0 alone knows what is asked.
+"""Run one engine over several processes. Only process 0 receives the requests.
 
-    python examples/replicated_engine.py localhost:9000 2 0 &   # address, processes, which one
+    python examples/replicated_engine.py localhost:9000 2 0 &   # address, processes, process id
     python examples/replicated_engine.py localhost:9000 2 1
 
-Every process drives an equal part of a mesh of tp = the number of processes.
+tp is the number of processes, and each process has one device of the mesh.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a completion as a record, then compute it again in another batch and compare every bit.
+"""Write a record of a completion, compute it again in another batch, and compare every bit.
 
     python examples/reproduce_completion.py [MODEL] [RECORD.json]
 
-Run it again next year with the same record: the digest is the same as long as the fingerprint is.
+Run it again later with the same record: if the fingerprint is the same, so is the digest.
 """
 
 import json

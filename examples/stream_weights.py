@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give an engine the weights of a trainer in another framework, tensor by tensor.
+"""Send the weights of a trainer in another framework to an engine, tensor by tensor.
 
-After every update, and while the engine stays as it is.
+The engine keeps running, and gets the weights after every update.
 
     python examples/stream_weights.py [FOLDER]
 
-The trainer here only changes a checkpoint's tensors a little. Where torch is installed they are
-torch tensors, else NumPy's. A real one has the same line: `module.state_dict().items()`, or
-`((name, tensor.full_tensor()) for name, tensor in module.state_dict().items())` under FSDP2.
+The trainer of this example makes small changes to a checkpoint's tensors. They are torch tensors if
+torch is installed, else NumPy arrays. With a real trainer pass `module.state_dict().items()`, or
+under FSDP2 `((name, tensor.full_tensor()) for name, tensor in module.state_dict().items())`.
 """
 
 import importlib.util

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's GRPOTrainer trains in torch, and detjax's server samples for it over HTTP. On a CPU.
+"""Train with TRL's GRPOTrainer in torch, and sample from detjax's server over HTTP, on a CPU.
 
-    python examples/trl_grpo.py                            # 20 updates; docs/training.md installs
+    python examples/trl_grpo.py               # 20 updates; docs/training.md: how to install
     python examples/trl_grpo.py --dtype bfloat16           # the server's weights are rounded
     python examples/trl_grpo.py --server-python ~/detjax/bin/python    # TRL without detjax
 
-Only the class DetjaxRollouts is needed in a trainer of your own: give GRPOTrainer its `rollout`.
-Token ids go to the server, token ids and exact float32 logprobs come back, and the weights are sent
-after each update in the body of a request. The trainer needs nothing of detjax.
+A trainer of your own needs only the class DetjaxRollouts: give its `rollout` to GRPOTrainer. It
+sends token ids to the server and receives token ids and exact float32 logprobs. After each update
+it sends the weights in the body of a request. The trainer does not import detjax.
 
-Each rollout is asked again, one prompt at a time. After the last update the weights of an earlier
-one are read from a checkpoint of the trainer, and its rollout is asked a third time. Exit code 3 if
-a bit differs. torch's own logprobs of the same tokens do differ: the last lines say by how much.
+Each rollout is requested again, one prompt at a time. After the last update the weights of an
+earlier update are read from a checkpoint of the trainer, and its rollout is requested a third time.
+The exit code is 3 if a bit differs. torch's own logprobs of the same tokens differ; the last lines
+print by how much.
 """
 
 import argparse

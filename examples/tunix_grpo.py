@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tunix's own GRPO learner on sums, with detjax's rollout and actor, or with Tunix's.
+"""Run Tunix's GRPO learner on sums, with the rollout and actor of detjax or of Tunix.
 
-    python examples/tunix_grpo.py                       # 20 updates; docs/training.md installs
+    python examples/tunix_grpo.py               # 20 updates; docs/training.md: how to install
     python examples/tunix_grpo.py --rollout vanilla     # the control: Tunix's sampler and its Llama
                                                         # in float32; or vanilla-bfloat16
 
-A line of JSON an update: Tunix's metrics, among them `sampler_trainer/logp_diff_max`, the largest
-difference between the log-probability that sampled a token and the trainer's. Exit code 3 if it is
-not 0.0 with detjax.
+It prints a line of JSON per update: Tunix's metrics, among them `sampler_trainer/logp_diff_max`,
+the largest difference between the sampler's log-probability of a token and the trainer's. With
+detjax the exit code is 3 if it is not 0.0.
 """
 
 import argparse
