@@ -435,7 +435,10 @@ def test_room_that_differs_by_a_little_holds_the_same_number_of_pages(toy, monke
 
 @pytest.fixture
 def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
-    """Choose sizes for a GPU on which so many pages fit: (fitting, asked, work=, dp=)."""
+    """Choose sizes for a GPU on which so many pages fit: (fitting, asked, work=, dp=).
+
+    The model has positions for what is asked.
+    """
     long = dataclasses.replace(toy.model.config, max_position_embeddings=4096)
 
     def choose(
@@ -447,6 +450,10 @@ def gpu(toy, monkeypatch) -> Callable[..., EngineConfig]:
         config: ModelConfig = long,
     ) -> EngineConfig:
         monkeypatch.setattr(sizing, "pages_that_fit", lambda *_, **__: fitting)
+        most = max(
+            config.max_position_embeddings, asked.get("max_len", 0), work.longest if work else 0
+        )
+        config = dataclasses.replace(config, max_position_embeddings=most)
         model = dataclasses.replace(
             toy.model, backend=Backend.SM90, config=config, mesh=make_mesh(dp, 1)
         )
