@@ -24,6 +24,7 @@ from detjax.engine.config import EngineConfig
 from detjax.engine.engine import Engine
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running import device_arrays
 from detjax.engine.scheduling import ngram
 from detjax.models import abstract
 from detjax.numerics import NumericsProfile
@@ -429,13 +430,14 @@ def test_an_llm_reads_every_program_of_the_one_before(cache_folder, caplog):
         return found
 
     want, num_programs = answer()
-    assert num_programs > 2
-    assert said() == ["kept"] * num_programs
+    first = said()  # also programs that make the engine's arrays, which a process makes once
+    assert set(first) == {"kept"} and len(first) >= num_programs > 2
     folder = opened_folder()
     assert folder is not None
-    assert len(kept(folder.file("x").parent)) == num_programs
+    assert len(kept(folder.file("x").parent)) == len(first)
     assert answer() == (want, num_programs)
-    assert said() == ["read"] * num_programs
+    second = said()
+    assert set(second) == {"read"} and len(second) >= num_programs
 
 
 STARTED = """
@@ -474,8 +476,12 @@ def test_a_process_reads_what_another_kept(tmp_path):
 def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch):
     """What is kept is named again, by the code as it is by then."""
     asked: list[int | None] = []
+    of_arrays: list[int | None] = []
 
-    def hashed(*args, asked_by=asked, asked=None):
+    def hashed(root, *args, asked_by=asked, asked=None):
+        if root == device_arrays.__name__:  # makes an array of the engine, and is kept too
+            of_arrays.append(asked)
+            return repr(args)
         asked_by.append(asked)
         return repr([arg for arg in args if hasattr(arg, "rows")])  # which program
 
@@ -488,11 +494,12 @@ def test_programs_of_one_request_share_a_hash_of_the_code(of_build, monkeypatch)
         asked.clear()
         engine.compile(requests=asked_for)
         compiled = engine.programs.num_compiled
-        assert compiled > 1 and len(kept(of_build)) == compiled
+        assert compiled > 1 and len(kept(of_build)) == compiled + of_arrays.count(None)
         assert None not in asked
-        shared = [moment for moment in asked if moment == asked[0]]
-        later = [moment for moment in asked if moment != asked[0]]
+        moments = [moment for moment in asked if moment is not None]
+        shared = [moment for moment in moments if moment == moments[0]]
+        later = [moment for moment in moments if moment != moments[0]]
         assert len(shared) == compiled
         # What is compiled is named again behind it, each time by a moment of its own.
         assert len(later) == len(set(later)) == (0 if has_kept else compiled)
-        assert all(moment > asked[0] for moment in later)
+        assert all(moment > moments[0] for moment in later)

@@ -154,7 +154,7 @@ def test_the_example_of_the_docs_is_what_the_command_writes(capsys):
     """But for numbers, which are of the processor: `fast` promises nothing."""
     text = DOCS.read_text().partition("## An example")[2]
     command, output = re.findall(r"^```(?:bash)?\n(.*?)\n```$", text, re.M | re.S)[:2]
-    program, _, module, *argv = shlex.split(command)
+    program, _, module, *argv = shlex.split(command.replace("\\\n", ""))
     assert (program, module) == ("python", "detjax.diverge")
     assert main([*argv, "--cache-dir", "none"]) == 3
     assert _without_numbers(capsys.readouterr().out.strip()) == _without_numbers(output)
