@@ -105,9 +105,11 @@ def file_prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[tuple[i
     """The lines of a file, as prompts."""
     lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()][: args.prompts]
-    if not args.chat:
-        return [tuple(tokenizer.encode(text)) for text in texts]
-    return [chat_prompt(tokenizer, text) for text in texts]
+    if args.chat:
+        prompts = [chat_prompt(tokenizer, text) for text in texts]
+    else:
+        prompts = [tuple(tokenizer.encode(text)) for text in texts]
+    return list(dict.fromkeys(prompts))  # none that is held out is learned
 
 
 def chat_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -175,7 +177,7 @@ def make_texts(model: LoadedModel, tokenizer: Tokenizer, args: argparse.Namespac
     """Answers of the model to prompts of a file or of its own, or those that were kept."""
     kept: Path | None = args.texts_file
     if kept is not None and kept.exists():
-        texts = read_texts(kept, model.config.vocab_size)
+        texts = read_texts(kept, vocab_size=model.config.vocab_size, length=args.length)
         note(f"{len(texts)} answers from {kept}")
         return texts
     engine = make_engine(model, args)
@@ -201,16 +203,18 @@ def save_texts(path: Path, texts: Sequence[Text]) -> None:
     scratch.replace(path)
 
 
-def read_texts(path: Path, vocab_size: int) -> list[Text]:
+def read_texts(path: Path, *, vocab_size: int, length: int) -> list[Text]:
     """The texts of a file.
 
     Raises:
-        SystemExit: If a token is outside the vocabulary.
+        SystemExit: If a token is outside the vocabulary, or a text is longer than `length`.
     """
     with np.load(path) as kept:
         lengths, ids = kept["lengths"], kept["ids"].tolist()
     if max(ids, default=0) >= vocab_size:
         sys.exit(f"{path} has the token {max(ids)}; the model has {vocab_size} tokens")
+    if (longest := int(lengths.sum(axis=1).max(initial=0))) > length:
+        sys.exit(f"{path} has a text of {longest} tokens; raise --length {length} to that")
     texts, at = [], 0
     for num_prompt, num_answer in lengths.tolist():
         middle, end = at + num_prompt, at + num_prompt + num_answer

@@ -48,8 +48,9 @@ from detjax.engine.requests.sequence import OnToken, SequenceError, ignore_token
 from detjax.engine.running.draft_programs import check_draft_model
 from detjax.engine.running.launch_times import quickest_steps_ahead
 from detjax.engine.running.memory import check_local_pages, local_reach
-from detjax.engine.running.model_runner import Launch, ModelRunner, ignore_compiling
+from detjax.engine.running.model_runner import Launch, ModelRunner
 from detjax.engine.running.programs import Candidates, ProgramCache, keep_candidates
+from detjax.engine.running.ready_programs import ignore_progress
 from detjax.engine.sampling.grammars import Grammars
 from detjax.engine.scheduling.drafters import HOST_DRAFTERS, Drafter
 from detjax.engine.scheduling.scheduler import Scheduler
@@ -754,10 +755,10 @@ class Engine:
     @one_thread_at_a_time
     def compile(
         self,
-        progress: Callable[[str, int, int], None] = ignore_compiling,
+        progress: Callable[[str, int, int], None] = ignore_progress,
         requests: abc.Sequence[Request] | None = None,
         *,
-        checked: Callable[[str, int, int], None] = ignore_compiling,
+        checked: Callable[[str, int, int], None] = ignore_progress,
     ) -> None:
         """Compile programs ahead, several at a time, and compare each that makes a claim.
 

@@ -171,7 +171,10 @@ class DraftPrograms:
             window = window.at[place(offset)].set(choice[:, 0], mode="drop")
             return pages, window, results.at[:, i].set(choice)
 
-        pages, window, results = lax.fori_loop(1, key.length, next_draft, (pages, window, results))
+        # WHY: kernels of peers write to the exchange by address, behind XLA's back, and a loop may
+        # copy what it reads.
+        carry, unroll = (pages, window, results), params.get("exchange") is not None
+        pages, window, results = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
         state = DraftState(
             pages=pages,
             position=state.position.at[slot].set(start, mode="drop"),

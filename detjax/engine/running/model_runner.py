@@ -64,10 +64,6 @@ from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
 
 
-def ignore_compiling(name: str, done: int, total: int) -> None:
-    """Show nothing."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """A program that was handed over, with its operands from the host.

@@ -57,7 +57,7 @@ LOG = logging.getLogger(__name__)
 """Says what is compiled while requests wait."""
 
 
-def ignore_checks(name: str, done: int, total: int) -> None:
+def ignore_progress(name: str, done: int, total: int) -> None:
     """Show nothing."""
 
 
@@ -221,7 +221,7 @@ class ReadyPrograms:
             self._count_compiled(1, begin_s)
             LOG.info("compiled after %.1f s: %s", time.perf_counter() - begin_s, key.name)
         begin_s = time.perf_counter()
-        self._note_checking(self._check_new((key,), ignore_checks), begin_s)
+        self._note_checking(self._check_new((key,), ignore_progress), begin_s)
         return self._get(key)
 
     def _count_compiled(self, count: int, begin_s: float) -> None:

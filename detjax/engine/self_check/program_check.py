@@ -66,8 +66,9 @@ def check_programs(
     keys: Sequence[ProgramKey],
     reference: ProgramKey,
     context: CheckContext,
-    choice: tuple[bool, int] | None = None,
-    on_checked: Callable[[ProgramKey], None] = lambda key: None,
+    *,
+    choice: tuple[bool, int] | None,
+    on_checked: Callable[[ProgramKey], None],
 ) -> tuple[list[ProgramKey], list[CheckDifference]]:
     """Compare programs with a prefill program.
 
