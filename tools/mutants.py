@@ -688,11 +688,11 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{KERNELS}/attention/reference.py",
-                old="    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)\n",
+                old="    q, pages = rope_into_cache(qkv, ",
                 new="    from detjax.pallas_kernels import float8_cache\n\n"
                 "    wide = float8_cache.widened(place.pages, qkv.dtype)\n"
                 "    place = place._replace(pages=wide)\n"
-                "    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)\n",
+                "    q, pages = rope_into_cache(qkv, ",
             ),
             Edit(
                 where=f"{KERNELS}/attention/reference.py",

@@ -17,7 +17,6 @@ from detjax.models.adapters.program import with_adapters
 from detjax.models.layers import (
     ForwardContext,
     Tokens,
-    added_rows,
     angles_of,
     attend,
     attend_from,
@@ -35,7 +34,6 @@ from detjax.models.layers import (
 )
 from detjax.models.linear_attention import linear_attend
 from detjax.models.pages import CachePages, kv_of, with_kv
-from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
@@ -95,12 +93,6 @@ class CanonicalOps:
         if "linear_in" in weights:
             return self._attend_linearly(layer_idx, weights, stream, cache)
         ctx, tokens, wanted = self.ctx, self.tokens, self._wanted_in(layer_idx)
-        gate = None
-        if "attn_gate" in weights:
-            # Two products read these rows.
-            stream = added_rows(ctx, stream, weights["attn_norm"])
-            gate, stream = product_of_stream(ctx, weights, "attn_gate", stream)
-            ctx.taps.see("attn_gate", gate, Share.COLUMNS)
         qkv, stream = project(ctx, weights, stream)
         cos, sin = (angles_of(ctx.config, rows, layer_idx) for rows in (self.cos, self.sin))
         kind = ctx.config.cache_kind(layer_idx)
@@ -111,10 +103,10 @@ class CanonicalOps:
             kv, heads = attend_from(*operands, wanted=wanted)
             residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
             stream = Stream(residual=residual, x=None)
-        if gate is not None:
+        if ctx.config.has_output_gate:
             if wanted is not None:
-                gate = wanted_rows(ctx, gate, tokens.ids.shape, wanted)
-            heads = sigmoid_gate(heads, gate, backend=ctx.backend)
+                qkv = wanted_rows(ctx, qkv, tokens.ids.shape, wanted)
+            heads = sigmoid_gate(heads, qkv, backend=ctx.backend)
         return with_kv(cache, kind, kv), heads, stream
 
     def _wanted_in(self, layer_idx: int):

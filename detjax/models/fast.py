@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Activation, Array, Cached, Float32, Int32
-from detjax.models.config import ExpertConfig, Gating
+from detjax.models.config import ExpertConfig, Gating, ModelConfig
 from detjax.models.decoder import mask_padding
 from detjax.models.layers import (
     ForwardContext,
@@ -28,13 +28,13 @@ from detjax.models.layers import (
     place_of,
     qk_gains,
     rope_rows,
+    see_projected,
     see_tokens,
     wanted_rows,
 )
 from detjax.models.linear_attention import linear_attend
 from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.params import MATRICES
-from detjax.models.taps import Share
 from detjax.models.transformer import Stream, run_layers
 from detjax.pallas_kernels.attention.api import rope_attention
 from detjax.pallas_kernels.float8_cache import widened
@@ -93,9 +93,6 @@ class FastOps:
         kv, heads = attention_layer(
             self.ctx, weights, stream.x, cos, sin, kv_of(cache, kind), self.tokens, layer_idx
         )
-        if "attn_gate" in weights:
-            gate = product(stream.x, weights["attn_gate"], jnp.float32)
-            heads = (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
         return with_kv(cache, kind, kv), heads
 
     def gate(self, weights: dict, stream: Stream) -> tuple[jax.Array, Stream]:
@@ -405,14 +402,24 @@ def _rope(x: Activation[Array, "M H C"], cos, sin) -> jax.Array:
 def projected_heads(
     ctx: ForwardContext, weights: dict, x: Activation[Array, "M D"]
 ) -> Activation[Array, "M H C"]:
-    """Queries, keys and values of rows, before each head is normalised and turned."""
+    """Queries, keys, values and gates of rows, before each head is normalised and turned."""
     qkv = product(x, weights["qkv"], x.dtype)
     if "qkv_bias" in weights:
         qkv = qkv + weights["qkv_bias"].astype(x.dtype)[None]
-    ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    see_projected(ctx, qkv)
     if ctx.config.is_qk_norm_whole:
         qkv = normalise_all_heads(ctx, weights, qkv)
     return qkv.reshape(x.shape[0], -1, ctx.config.head_dim)
+
+
+def _gated_heads(
+    config: ModelConfig, heads: Activation[Array, "M i"], qkv: Activation[Array, "M J C"]
+) -> Activation[Array, "M i"]:
+    """Heads by the sigmoids of their gates, if the model has them."""
+    if not config.has_output_gate:
+        return heads
+    gate = qkv.reshape(len(qkv), -1)[:, -heads.shape[1] :].astype(jnp.float32)
+    return (heads.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(heads.dtype)
 
 
 def attention_layer(
@@ -435,10 +442,10 @@ def attention_layer(
         out, pages = rope_attention(
             qkv, Rotation(cos, sin, gains), place,
             window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
-            sinks=weights.get("sinks"),
+            sinks=weights.get("sinks"), num_heads=ctx.own_heads,
         )  # fmt: skip
-        return pages, out.reshape(x.shape[0], -1)
-    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * pages.shape[3])
+        return pages, _gated_heads(config, out.reshape(x.shape[0], -1), qkv)
+    q, k, v = split_heads(qkv, (ctx.own_heads, pages.shape[3]))
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)
     q, k = (
@@ -451,7 +458,7 @@ def attention_layer(
         q, pages[place.layer], place.page_table, tokens.positions, window,
         config.attention_softcap, weights.get("sinks"),
     )  # fmt: skip
-    return pages, out.reshape(x.shape[0], -1)
+    return pages, _gated_heads(config, out.reshape(x.shape[0], -1), qkv)
 
 
 def _gathered_attention(

@@ -99,6 +99,11 @@ class ForwardContext:
     tp: int
     taps: Taps = NO_TAPS
 
+    @property
+    def own_heads(self) -> int:
+        """This rank's query heads."""
+        return self.config.num_heads // self.tp
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,12 +205,21 @@ def see_tokens(ctx: ForwardContext, tokens: Tokens, cos, sin) -> None:
 def project(
     ctx: ForwardContext, weights: dict, stream: Stream
 ) -> tuple[Activation[Array, "M o"], Stream]:
-    """Queries, keys and values, and the stream with its residual added up."""
+    """Queries, keys, values and gates, if there are any, and the stream with its residual added."""
     qkv, stream = product_of_stream(ctx, weights, "qkv", stream)
-    ctx.taps.see("qkv", qkv, Share.COLUMNS)
+    see_projected(ctx, qkv)
     if ctx.config.is_qk_norm_whole:
         qkv = normalise_all_heads(ctx, weights, qkv)
     return qkv, stream
+
+
+def see_projected(ctx: ForwardContext, qkv: Activation[Array, "M o"]) -> None:
+    """Let the taps see queries, keys and values, and gates apart."""
+    num_gates = ctx.own_heads * ctx.config.head_dim if ctx.config.has_output_gate else 0
+    end = qkv.shape[1] - num_gates
+    ctx.taps.see("qkv", qkv[:, :end], Share.COLUMNS)
+    if num_gates:
+        ctx.taps.see("attn_gate", qkv[:, end:], Share.COLUMNS)
 
 
 def product_of_stream(
@@ -259,7 +273,8 @@ def normalise_all_heads(
     """Normalise the queries of a token over all heads of all ranks, and its keys over all heads."""
     config, tp, channels = ctx.config, ctx.tp, ctx.config.head_dim
     layout = kv_layout(config.num_heads, config.num_kv_heads, tp)
-    q, k, v = split_heads(qkv.reshape(len(qkv), -1, channels), config.num_heads // tp)
+    counts = ctx.own_heads, layout.num_slots // tp
+    q, k, v = split_heads(qkv.reshape(len(qkv), -1, channels), counts)
 
     def normalised(own: jax.Array, gain: jax.Array, heads: Sequence[int]) -> jax.Array:
         """`heads`: the head that each slot of all ranks holds."""
@@ -305,6 +320,7 @@ def attend(
         backend=ctx.backend,
         prefetch=_prefetched(weights["o"]),
         sinks=weights.get("sinks"),
+        num_heads=ctx.own_heads,
     )
     return pages, out.reshape(batch * length, -1)
 
@@ -350,6 +366,7 @@ def attend_from(
         qkv.reshape(tokens.ids.size, -1, config.head_dim),
         Rotation(cos, sin, qk_gains(config, weights)),
         place_of(config, pages, tokens, layer),
+        num_heads=ctx.own_heads,
         eps=config.rms_norm_eps,
         backend=ctx.backend,
     )

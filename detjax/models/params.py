@@ -9,7 +9,8 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
 
   ```
   {"embed": [V, D], "final_norm": [D], "lm_head": [Vp, D],
-   "layers": [{"attn_norm": [D], "qkv": [(H + 2 Ks)*C, D], "o": [D, H*C],
+   "layers": [{"attn_norm": [D], "o": [D, H*C],
+               "qkv": [(H + 2 Ks)*C, D],            # [(2 H + 2 Ks)*C, D] if config.has_output_gate
                "mlp_norm": [D], "gate_up": [2 F, D], "down": [D, F],
                "router": [Up, D],                   # if config.has_experts(i), and then no
                "expert_gate_up": [U, 2 F, D],       # "gate_up" and "down"; F is an expert's
@@ -23,7 +24,6 @@ and `LAYER`. A parameter is one line there. From it follow two trees of one stru
                "qkv_bias": [(H + 2 Ks)*C],          # if config.qkv_bias
                "o_bias": [D],                       # if config.o_bias
                "sinks": [H],                        # if config.has_sinks
-               "attn_gate": [H*C, D],               # if config.has_output_gate
                "q_norm": [C], "k_norm": [C],        # if config.qk_norm
                "q_norm_whole": [H*C], "k_norm_whole": [K*C], # if config.is_qk_norm_whole
                "attn_norm_after": [D], "mlp_norm_after": [D]}, ...]} # if config.norms says AFTER
@@ -56,7 +56,7 @@ needs no communication. Experts are whole on one rank: rank r of tp holds
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +106,14 @@ class Tensor:
             expert, `{}` is its number.
         axes: Its shape, in letters of `_sizes`.
         other_names: Families that name it otherwise, and how.
+        is_in: Whether a model has it; of the first tensor of a parameter, `Param.is_in` says so.
     """
 
     name: str
     hf_name: str
     axes: str
     other_names: tuple[tuple[str, str], ...] = ()
+    is_in: Callable[[ModelConfig], bool] = lambda _: True
 
 
 def _always(_: ModelConfig, __: int) -> bool:
@@ -126,7 +128,8 @@ class Param:
         name: In the tree of `param_specs`.
         role: What it does.
         split: How ranks share it.
-        tensors: What it is made of, rank by rank and one after the other.
+        tensors: What it is made of, rank by rank and one after the other. Those that not every
+            model has come last.
         is_in: Whether a layer of a model has it.
     """
 
@@ -169,13 +172,13 @@ _QKV = (
     Tensor("q", "self_attn.q_proj.weight", "HC D"),
     Tensor("k", "self_attn.k_proj.weight", "KC D"),
     Tensor("v", "self_attn.v_proj.weight", "KC D"),
+    Tensor("attn_gate", "self_attn.gate_proj.weight", "HC D", is_in=lambda c: c.has_output_gate),
 )
 _QKV_BIAS = (
     Tensor("q_bias", "self_attn.q_proj.bias", "HC"),
     Tensor("k_bias", "self_attn.k_proj.bias", "KC"),
     Tensor("v_bias", "self_attn.v_proj.bias", "KC"),
 )
-_ATTN_GATE = _one("attn_gate", "self_attn.gate_proj.weight", "HC D")
 _GATE_UP = (
     Tensor("gate", "mlp.gate_proj.weight", "F D"),
     Tensor("up", "mlp.up_proj.weight", "F D"),
@@ -287,10 +290,6 @@ def _normalises_heads(config: ModelConfig, layer_idx: int) -> bool:
     return config.qk_norm and not config.is_linear(layer_idx)
 
 
-def _has_output_gate(config: ModelConfig, layer_idx: int) -> bool:
-    return config.has_output_gate and not config.is_linear(layer_idx)
-
-
 def _linear(name: str, role: ParamRole, split: Split, hf_name: str, axes: str) -> Param:
     """A parameter of linear attention that is one tensor."""
     return Param(
@@ -306,7 +305,6 @@ LAYER = (
     Param("k_norm", GAIN, WHOLE, _one("k_norm", "self_attn.k_norm.weight", "C"), _normalises_heads),
     Param("q_norm_whole", GAIN, WHOLE, _Q_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
     Param("k_norm_whole", GAIN, WHOLE, _K_NORM_WHOLE, _HAS_QK_NORM_WHOLE),
-    Param("attn_gate", PROJECTION, ROWS, _ATTN_GATE, _has_output_gate),
     Param("o", MATRIX, COLUMNS, _one("o", "self_attn.o_proj.weight", "D HC"), _is_full),
     Param("o_bias", BIAS, WHOLE, _one("o_bias", "self_attn.o_proj.bias", "D"), _HAS_O_BIAS),
     Param("sinks", BIAS, ROWS, _one("sinks", "self_attn.sinks", "H"), _HAS_SINKS),
@@ -337,7 +335,13 @@ LAYER = (
 """What stands in every layer."""
 
 TENSORS_OF = {param.name: tuple(tensor.name for tensor in param.tensors) for param in LAYER}
-"""Names of the tensors that each parameter of a layer is made of."""
+"""Names of the tensors that each parameter of a layer is made of, if a model has all of them."""
+
+
+def tensors_in(tensors: Container[str], param: str) -> list[str]:
+    """Those of the tensors of a layer that a parameter is made of, in order."""
+    return [name for name in TENSORS_OF[param] if name in tensors]
+
 
 MATRICES = tuple(param.name for param in LAYER if param.role is MATRIX)
 """Matrices of a layer with attention; "lm_head" is the other one."""
@@ -346,7 +350,7 @@ EXPERT_MATRICES = ("expert_gate_up", "expert_down")
 """Matrices of a layer's experts."""
 
 ADAPTED_MATRICES = (
-    *MATRICES, "attn_gate", "linear_in", "linear_o", "shared_gate_up", "shared_down", "shared_gate",
+    *MATRICES, "linear_in", "linear_o", "shared_gate_up", "shared_down", "shared_gate",
 )  # fmt: skip
 """Matrices of a layer that may have adapters, but for those of experts."""
 
@@ -575,6 +579,7 @@ def tensor_specs(config: ModelConfig, *, tp: int, vocab_block: int) -> dict[str,
             tensor.name: _tensor_spec(config, line, tensor, prefix, tp=tp, vocab_block=vocab_block)
             for line in lines
             for tensor in line.tensors
+            if tensor.is_in(config)
         }
 
     layers = [
@@ -755,7 +760,7 @@ def by_param(tensors: dict[str, Any]) -> dict[str, Any]:
 
     def grouped(entries: dict[str, Any], lines: tuple[Param, ...]) -> dict[str, tuple]:
         return {
-            line.name: tuple(entries[tensor.name] for tensor in line.tensors)
+            line.name: tuple(entries[one.name] for one in line.tensors if one.name in entries)
             for line in lines
             if line.tensors[0].name in entries
         }
@@ -772,7 +777,7 @@ def by_tensor(parts: dict[str, Any]) -> dict[str, Any]:
             tensor.name: part
             for line in lines
             if line.name in entries
-            for tensor, part in zip(line.tensors, entries[line.name], strict=True)
+            for tensor, part in zip(line.tensors, entries[line.name], strict=False)
         }
 
     layers = [named(layer, LAYER) for layer in parts["layers"]]

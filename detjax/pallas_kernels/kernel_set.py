@@ -206,7 +206,7 @@ class KernelSet(Protocol):
         ...
 
     def rope_into_cache(
-        self, qkv, rotation: Rotation, place: CachePlace, *, eps: float
+        self, qkv, rotation: Rotation, place: CachePlace, *, num_heads: int, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """See `rope.api.rope_into_cache`."""
         ...
@@ -220,7 +220,8 @@ class KernelSet(Protocol):
 
     def rope_attention(
         self, qkv, rotation: Rotation, place: CachePlace,
-        *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+        *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+        sinks=None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""
         ...

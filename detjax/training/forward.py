@@ -11,7 +11,7 @@ from jax import lax
 from detjax.array_types import Activation, Array, Float32
 from detjax.models.layers import ForwardContext, angles_of
 from detjax.models.linear_attention import filters_of, gates_of, projected_rows
-from detjax.models.params import TENSORS_OF, join
+from detjax.models.params import join, tensors_in
 from detjax.models.transformer import Stream, run_layers
 from detjax.training import expert_operations as expert_ops
 from detjax.training import linear_attention as linear_ops
@@ -60,6 +60,9 @@ class TrainingOps:
         qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias, widths=_widths(weights, "qkv"))
         if config.is_qk_norm_whole:
             qkv = _normalise_all_heads(ctx, sums, weights, qkv)
+        num_heads = config.num_heads * config.head_dim
+        gate = qkv[:, -num_heads:]
+        qkv = qkv[:, :-num_heads] if config.has_output_gate else qkv
         qkv = ops.to_sequences(qkv, places, positions.size)
         out = ops.self_attention(
             ctx,
@@ -74,8 +77,6 @@ class TrainingOps:
         )
         heads = ops.to_rows(out.reshape(positions.size, -1), places)
         if config.has_output_gate:
-            gate_w = weights["attn_gate"]
-            gate = ops.linear(ctx, sums, stream.x, gate_w, widths=(len(gate_w),))
             heads = ops.sigmoid_gate(ctx, sums, heads, gate)
         return cache, heads, stream
 
@@ -202,12 +203,12 @@ def _joined(weights: dict[str, Any], name: str) -> Any:
     """A parameter of a layer, from the masters of its tensors; with its adapter, if it has one."""
     if name in weights:
         return weights[name]
-    return join([weights[tensor] for tensor in TENSORS_OF[name]], tp=1)
+    return join([weights[tensor] for tensor in tensors_in(weights, name)], tp=1)
 
 
 def _widths(weights: dict[str, Any], name: str) -> tuple[int, ...]:
     """Rows of each tensor of a parameter; empty where an adapter has them."""
-    return () if name in weights else tuple(len(weights[one]) for one in TENSORS_OF[name])
+    return () if name in weights else tuple(len(weights[one]) for one in tensors_in(weights, name))
 
 
 def token_logprobs(

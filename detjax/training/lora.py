@@ -43,6 +43,7 @@ from detjax.models.params import (
     TensorSpec,
     join,
     tensor_specs,
+    tensors_in,
 )
 from detjax.models.weights.files import write_tensors
 from detjax.models.weights.reading import readings
@@ -217,10 +218,11 @@ def with_adapter(base: dict[str, Any], masters: dict[str, Any], lora: LoraConfig
     """Return masters of a model whose matrices have the adapter, for `training.forward`."""
 
     def adapted(weights: dict[str, Any], own: dict[str, Any], name: str) -> AdaptedMaster:
-        tensors = [weights[tensor] for tensor in TENSORS_OF[name]]
+        names = tensors_in(weights, name)
+        tensors = [weights[tensor] for tensor in names]
         return AdaptedMaster(
             w=join(tensors, tp=1),
-            parts=tuple(own.get(tensor) for tensor in TENSORS_OF[name]),
+            parts=tuple(own.get(tensor) for tensor in names),
             widths=tuple(tensor.shape[-2] for tensor in tensors),
             rank=lora.rank,
             scale=lora.scale,

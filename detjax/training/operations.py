@@ -308,7 +308,7 @@ def self_attention(
             partial(rms_norm_kernel, backend=ctx.backend),
             qkv.reshape(-1, num_all, channels),
             Rotation(jnp.tile(cos, (batch, 1)), jnp.tile(sin, (batch, 1)), gains),
-            num_kv_heads=num_kv,
+            counts=(num_heads, num_kv),
             eps=eps,
         )
         place = CachePlace(pages, table, positions, layer=0)

@@ -2,8 +2,8 @@
 """A program that is written and read again is the same program, and nothing in it is a pickle."""
 
 import dataclasses
+import hashlib
 import json
-import pickletools
 
 import jax
 import jax.numpy as jnp
@@ -173,5 +173,7 @@ def test_every_program_of_an_engine_is_kept_and_read(name, cache_folder, caplog)
         assert set(said) == {"kept" if len(made) == 1 else "read"}
     assert made[0] == made[1]
     for file in (cache_folder / "kept").rglob("executable-*-cache"):
-        with pytest.raises(ValueError):
-            list(pickletools.genops(file.read_bytes()[32:]))
+        # A digest, then a length and JSON: nothing of it is a pickle, which runs what it says.
+        held = file.read_bytes()[hashlib.sha256().digest_size :]
+        length = int.from_bytes(held[:8], "little")
+        assert json.loads(held[8 : 8 + length]).keys() >= {"devices", "args", "out_tree"}

@@ -153,6 +153,7 @@ class NewTokens:
     table: jax.Array
     positions: jax.Array
     sinks: jax.Array | None = None
+    num_behind: int = 0
 
     @property
     def rotation(self):
@@ -162,6 +163,16 @@ class NewTokens:
     def place(self):
         return CachePlace(self.pages, self.table, self.positions, jnp.int32(1))
 
+    @property
+    def num_heads(self) -> int:
+        return self.qkv.shape[1] - 2 * self.pages.shape[3] - self.num_behind
+
+    def with_gates(self):
+        """The same with a head behind the values for each query head."""
+        behind = normal((len(self.qkv), self.num_heads, self.qkv.shape[2]), 77)
+        qkv = jnp.concatenate([self.qkv, behind], axis=1)
+        return dataclasses.replace(self, qkv=qkv, num_behind=self.num_heads)
+
     def with_other_queries(self):
         """The same with angles of queries that are not those of keys."""
         cos, sin = self.cos, self.sin
@@ -170,11 +181,11 @@ class NewTokens:
 
     def apart(self, is_interpreted=False, **options):
         """Rotation and cache write, then attention."""
-        kv_heads, channels = self.pages.shape[3], self.pages.shape[5]
+        channels = self.pages.shape[5]
         pages_ref = jax.new_ref(self.pages)
         q = rope_sm90.qk_norm_rope_write(
             self.qkv, self.rotation, self.place._replace(pages=pages_ref),
-            num_heads=self.qkv.shape[1] - 2 * kv_heads, eps=1e-5, interpret=is_interpreted,
+            num_heads=self.num_heads, eps=1e-5, interpret=is_interpreted,
         )  # fmt: skip
         pages = jax.freeze(pages_ref)
         q = q.reshape(*self.positions.shape, -1, channels)
@@ -188,7 +199,8 @@ class NewTokens:
         """The same in one kernel."""
         return sm90.decode_new_token(
             self.qkv, self.rotation, self.place, sinks=self.sinks, eps=1e-5,
-            config=sm90.DecodeConfig(**options), is_interpreted=is_interpreted,
+            num_heads=self.num_heads, config=sm90.DecodeConfig(**options),
+            is_interpreted=is_interpreted,
         )  # fmt: skip
 
 
@@ -360,6 +372,16 @@ def test_new_tokens_whose_queries_have_other_angles_have_the_bits_of_two_kernels
     expected = case.apart(is_interpreted=True)
     assert count_different_bits(expected[0], plain.apart(is_interpreted=True)[0]) > 0
     assert_same(case.at_once(is_interpreted=True), expected, "two kinds of angles")
+
+
+@pytest.mark.slow
+def test_what_stands_behind_values_is_not_read():
+    case = new_tokens([200, 0], kv_heads=2, group=4, channels=128, with_norm=True)
+    gated = case.with_gates()
+    assert gated.qkv.shape[1] == 2 * 8 + 2 * 2
+    expected = case.apart(is_interpreted=True)
+    assert_same(gated.apart(is_interpreted=True), expected, "two kernels")
+    assert_same(gated.at_once(is_interpreted=True), expected, "one kernel")
 
 
 ENDS = (1, 32, 33, 64, 65, 96, 97, 128)
@@ -806,6 +828,7 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
         if "spread" in options and channels != 128:
             continue
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
+    assert_same(case.with_gates().at_once(), expected, "heads behind the values")
     other = case.with_other_queries()
     assert_same(other.at_once(), other.apart(), "two kinds of angles")
     for few in ([1], [3000, 5, 4096]):
@@ -926,6 +949,7 @@ def test_windows_inside_decode_are_bitwise_schedule_invariant(group, channels, w
             assert_same(case.at_once(cluster=cluster), expected, f"windows, {cluster=}")
     loaded = case.at_once(cluster=4, keys_at_once=32)
     assert_same(loaded, expected, "windows, keys that are written")
+    assert_same(case.with_gates().at_once(cluster=2), expected, "heads behind the values")
     other = case.with_other_queries()
     assert count_different_bits(other.apart()[0], expected[0]) > 0
     assert_same(other.at_once(cluster=2), other.apart(), "windows, two kinds of angles")

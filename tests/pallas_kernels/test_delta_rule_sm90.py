@@ -16,6 +16,7 @@ from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.delta_rule import api, portable, sm90
 from detjax.pallas_kernels.delta_rule.operands import Filters, OutputNorm, ProjectedRows
 from detjax.pallas_kernels.delta_rule.sm90_plan import begin_of, plan_sequences
+from detjax.pallas_kernels.output_gate import api as gate_api
 from detjax.pallas_kernels.output_gate import portable as portable_gate
 from detjax.pallas_kernels.output_gate import sm90 as output_gate
 from detjax.testing.bitwise import (
@@ -404,6 +405,19 @@ def test_the_output_gate_in_interpret_mode():
     out = output_gate.sigmoid_gate(heads, gate, interpret=True)
     want = portable_gate.sigmoid_gate(heads, gate)
     assert np.abs(np.asarray(out - want, np.float32)).max() <= 2.0**-7 * np.abs(want).max()
+    # Behind other columns, as a product of queries, keys, values and gates has them.
+    behind = jnp.concatenate([jnp.full((3, 72), jnp.nan, BF16), gate], axis=1)
+    assert_bitwise_equal(
+        output_gate.sigmoid_gate(heads, behind, interpret=True), out, claim="columns of a product"
+    )
+    assert_bitwise_equal(portable_gate.sigmoid_gate(heads, behind), want, claim="the same")
+
+
+def test_fewer_gates_than_channels_are_refused():
+    with pytest.raises(ValueError, match="a gate for each"):
+        gate_api.sigmoid_gate(
+            jnp.ones((3, 256), BF16), jnp.ones((3, 248), BF16), backend=Backend.PORTABLE
+        )
 
 
 def planted(cache: Cache, page: int) -> None:

@@ -90,7 +90,7 @@ class Sequences:
         """Rotation, write and attention in one kernel: output and cache."""
         return sm90.decode_new_token(
             self.qkv, self.rotation, self.place, eps=1e-5, is_interpreted=interpret,
-            config=sm90.DecodeConfig(reads_float8=True, **options),
+            num_heads=self.heads, config=sm90.DecodeConfig(reads_float8=True, **options),
         )  # fmt: skip
 
     def new_tokens_apart(self, *, interpret: bool) -> tuple:

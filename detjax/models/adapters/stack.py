@@ -288,7 +288,8 @@ def install_adapter(model: LoadedModel, adapter: Adapter, slot: int) -> None:
         installed = {}
         for name, stack in stacks.items():
             spec = specs[name]
-            ranks = [adapter.tensors.get((i, tensor)) for tensor in TENSORS_OF[name]]
+            names = TENSORS_OF[name][: len(spec.tensors)]
+            ranks = [adapter.tensors.get((i, tensor)) for tensor in names]
             new = _packed(ranks, spec, rank=stack.rank, tp=tp, dtype=dtype)
             partitions = _partitions(spec)
             installed[name] = _installer(model.mesh, partitions)(

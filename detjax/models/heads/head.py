@@ -151,13 +151,13 @@ def write_keys(
     cos, sin = (angles_of(ctx.config, x, 0) for x in rope_rows(tables, tokens.positions))
     if _runs_kernels(ctx, params):
         qkv, _ = project(ctx, params, stream)
-        heads = qkv.reshape(len(qkv), -1, ctx.config.head_dim)
     else:
-        heads = projected_heads(ctx, params, stream.x)
+        qkv = projected_heads(ctx, params, stream.x)
     _, pages = rope_into_cache(
-        heads,
+        qkv.reshape(len(qkv), -1, ctx.config.head_dim),
         Rotation(cos, sin, qk_gains(ctx.config, params)),
         CachePlace(pages, tokens.page_table, tokens.positions, layer=0),
+        num_heads=ctx.own_heads,
         eps=ctx.config.rms_norm_eps,
         backend=ctx.backend,
     )

@@ -18,9 +18,7 @@ from detjax.pallas_kernels.linear.quantized import W8A8Matrix
 
 LOG = logging.getLogger(__name__)
 
-_OWN_MATRICES = (
-    *MATRICES, "attn_gate", "shared_gate_up", "shared_down", "fc", "join", "lm_head",
-)  # fmt: skip
+_OWN_MATRICES = (*MATRICES, "shared_gate_up", "shared_down", "fc", "join", "lm_head")
 _GATED = ("gate_up", "shared_gate_up")
 _PROBED_ROWS = (1, 200)
 

@@ -6,7 +6,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens
+from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens, num_query_heads
 
 
 def attention(
@@ -87,13 +87,15 @@ def rope_attention(
     backend: Backend,
     prefetch: Activation[Array, "O I"] | None = None,
     sinks: Activation[Array, " H"] | None = None,
+    num_heads: int | None = None,
 ) -> tuple[Activation[Array, "B T H C"], Cached[Array, "L N 2 K P C"]]:
     """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
 
     On `sm90` a decode step does both in one launch where it can.
 
     Args:
-        qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K.
+        qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K. What stands
+            behind them is not read.
         rotation: Angles of these tokens, and gains of the norms of queries and keys.
         place: Of these tokens in the cache, which is updated in place where the caller donates it.
             No other sequence may read the page that a new token is put in. A sequence's tokens are
@@ -106,13 +108,14 @@ def rope_attention(
         prefetch: Weights that the next product reads. `sm90` asks them into the L2 cache where few
             rows leave the memory idle; it changes no bit.
         sinks: As in `attention`.
+        num_heads: H; None if nothing stands behind the values.
 
     Returns:
         What each query sees, and the cache.
 
     Raises:
         ValueError: If a page is not one block of the profile, query heads do not divide, or
-            tokens are not as many as positions.
+            tokens are not as many as positions, or heads fewer than `num_heads` says.
 
     Numerics:
         The bits of the two operations, one after the other.
@@ -122,12 +125,13 @@ def rope_attention(
     Reference:
         Those of `rope_into_cache` and `attention`.
     """
-    num_heads = qkv.shape[1] - 2 * place.pages.shape[3]
+    num_heads = num_query_heads(qkv, place.pages, num_heads)
     check_tokens(qkv, *rotation, *place[:3])
     _check(place.pages, num_heads, profile)
     return KERNELS[backend].rope_attention(
         qkv, rotation, place,
-        window=window, eps=eps, profile=profile, prefetch=prefetch, sinks=sinks,
+        num_heads=num_heads, window=window, eps=eps, profile=profile, prefetch=prefetch,
+        sinks=sinks,
     )  # fmt: skip
 
 

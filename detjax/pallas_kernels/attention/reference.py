@@ -58,11 +58,12 @@ def attention(
 
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
-    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+    *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+    sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
-    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
+    q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     place = place._replace(pages=pages)
     return attention(q, place, window=window, profile=profile, sinks=sinks), pages

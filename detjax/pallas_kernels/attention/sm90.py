@@ -136,7 +136,8 @@ def attention(
 
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
-    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+    *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
+    sinks=None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
 
@@ -152,7 +153,7 @@ def rope_attention(
     _check(qkv, pages, profile)
     batch, query_len = place.positions.shape
     kv_heads, channels = pages.shape[3], pages.shape[5]
-    group = qkv.shape[1] // kv_heads - 2
+    group = num_heads // kv_heads
     place = place._replace(layer=jnp.int32(place.layer))
     has_fused_kernel = FUSE_ROPE and qkv.dtype == jnp.bfloat16
     if (
@@ -169,10 +170,10 @@ def rope_attention(
         if query_len == 1 or config.cluster:
             return decode_new_token(
                 qkv, rotation, place, prefetch if config.prefetched else None, sinks,
-                eps=eps, config=config, is_interpreted=False,
+                num_heads=num_heads, eps=eps, config=config, is_interpreted=False,
             )  # fmt: skip
-    q, pages = rope_into_cache(qkv, rotation, place, eps=eps)
-    q = q.reshape(batch, query_len, kv_heads * group, channels)
+    q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
+    q = q.reshape(batch, query_len, num_heads, channels)
     place = place._replace(pages=pages)
     return attention(q, place, window=window, profile=profile, sinks=sinks), pages
 
@@ -297,10 +298,10 @@ def _row_positions(positions, group: int) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, bits.ROWS - num_rows)), constant_values=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "config", "is_interpreted"))
+@functools.partial(jax.jit, static_argnames=("num_heads", "eps", "config", "is_interpreted"))
 def decode_new_token(
     qkv, rotation: Rotation, place: CachePlace, prefetch=None, sinks=None,
-    *, eps: float, config: DecodeConfig, is_interpreted: bool,
+    *, num_heads: int, eps: float, config: DecodeConfig, is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`.
 
@@ -311,7 +312,6 @@ def decode_new_token(
     pages, page_table, positions, layer = place
     kv_heads, _, channels = pages.shape[3:]
     batch, query_len = positions.shape
-    num_heads = qkv.shape[1] - 2 * kv_heads
     group = num_heads // kv_heads
     padded_rows = -(-query_len * group // 8) * 8
     row_positions = positions

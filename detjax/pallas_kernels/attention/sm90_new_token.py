@@ -80,7 +80,7 @@ class NewToken:
         All loads come first, so that the CTA waits for device memory once.
 
         Args:
-            new: qkv [B T, H + 2 K, C], cos and sin [B T, C / 2] or [B T, C] as `rope.Rotation` has
+            new: qkv [B T, J, C], cos and sin [B T, C / 2] or [B T, C] as `rope.Rotation` has
                 them, and no gains or two [C], in memory.
             seq: Which sequence.
             kv_head: Which key/value head.

@@ -11,7 +11,13 @@ def _sigmoid(g: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + jnp.exp(-g))
 
 
+def _own(gate, heads):
+    """Gates without the columns before them."""
+    return gate[:, gate.shape[1] - heads.shape[1] :]
+
+
 @jax.jit
 def sigmoid_gate(heads, gate) -> jax.Array:
     """See `api.sigmoid_gate`."""
-    return gate_columns(jnp.concatenate([gate, heads], axis=1), _sigmoid, name="sigmoid_gate")
+    joined = jnp.concatenate([_own(gate, heads), heads], axis=1)
+    return gate_columns(joined, _sigmoid, name="sigmoid_gate")

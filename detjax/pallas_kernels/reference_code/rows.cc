@@ -118,12 +118,14 @@ ffi::Error geglu(ffi::ThreadPool pool, In gate_up, Out out, float linear, float 
   return ffi::Error::Success();
 }
 
-// out[m, i] = round(1 / (1 + exp(-gate[m, i])) * heads[m, i])
+// out[m, i] = round(1 / (1 + exp(-gate[m, O - I + i])) * heads[m, i])
 ffi::Error sigmoid_gate(ffi::ThreadPool pool, In heads, In gate, Out out) {
-  const int64_t width = dim(heads, 1);
+  const int64_t width = dim(heads, 1), pitch = dim(gate, 1);
   parallel_pieces(pool, dim(heads, 0), width, kPiece, [&](int64_t m, int64_t first, int64_t end) {
-    for (int64_t at = m * width + first; at < m * width + end; ++at)
-      write(out, at, sigmoid_times(1.0f, read(gate, at)) * read(heads, at));
+    for (int64_t i = first; i < end; ++i) {
+      const float g = read(gate, (m + 1) * pitch - width + i);
+      write(out, m * width + i, sigmoid_times(1.0f, g) * read(heads, m * width + i));
+    }
   });
   return ffi::Error::Success();
 }

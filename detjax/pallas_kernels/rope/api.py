@@ -5,7 +5,7 @@ from detjax.array_types import Activation, Array, Cached, Float32
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens
+from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens, num_query_heads
 
 
 def rope(
@@ -44,6 +44,7 @@ def rope_into_cache(
     *,
     eps: float,
     backend: Backend,
+    num_heads: int | None = None,
 ) -> tuple[Activation[Array, "M H C"], Cached[Array, "L N 2 K P C"]]:
     """Normalise and rotate queries and keys, and put keys and values in their pages.
 
@@ -52,19 +53,22 @@ def rope_into_cache(
     `offset = position % P`.
 
     Args:
-        qkv: Heads of queries, then keys, then values: J = H + 2 K.
+        qkv: Heads of queries, then keys, then values: J = H + 2 K. What stands behind them is not
+            read.
         rotation: Angles of these tokens, and gains of the norms of queries and keys.
         place: Of these tokens in the cache, which is updated in place where the caller donates it.
             Of padding nothing is written.
         eps: Of the norms.
         backend: Which implementation runs.
+        num_heads: H; None if nothing stands behind the values.
 
     Raises:
-        ValueError: If tokens are not as many as positions.
+        ValueError: If tokens are not as many as positions, or heads fewer than `num_heads` says.
 
     Numerics:
         `rms_norm` with heads as rows, its result rounded, then `rope`; the rest moves bits.
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     check_tokens(qkv, *rotation, *place[:3])
-    return KERNELS[backend].rope_into_cache(qkv, rotation, place, eps=eps)
+    num_heads = num_query_heads(qkv, place.pages, num_heads)
+    return KERNELS[backend].rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding on blocks of 16 rows, a row a (token, head)."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -48,10 +49,11 @@ def rope(x, cos, sin) -> jax.Array:
     return out[: num_rows * num_heads].reshape(x.shape)
 
 
-def split_heads(qkv, num_heads: int) -> list[jax.Array]:
-    """Queries, keys and values of fused heads [M, H + 2 K, C]."""
-    num_kv = (qkv.shape[1] - num_heads) // 2
-    return jnp.split(qkv, [num_heads, num_heads + num_kv], axis=1)
+def split_heads(qkv, counts: tuple[int, int]) -> list[jax.Array]:
+    """Queries, keys and values of fused heads [M, J, C]; `counts` are H and K."""
+    num_heads, num_kv = counts
+    ends = num_heads, num_heads + num_kv, num_heads + 2 * num_kv
+    return [qkv[:, start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
 def write_pages(place: CachePlace, k, v) -> jax.Array:
@@ -73,16 +75,22 @@ def write_pages(place: CachePlace, k, v) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, rotation: Rotation, place: CachePlace, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, num_heads: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    kv_heads = place.pages.shape[3]
-    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, num_kv_heads=kv_heads, eps=eps)
+    counts = num_heads, place.pages.shape[3]
+    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, counts=counts, eps=eps)
     return q, write_pages(place, k, v)
 
 
 def rotated_heads(
-    rope: Callable, rms_norm: Callable, qkv, rotation: Rotation, *, num_kv_heads: int, eps: float
+    rope: Callable,
+    rms_norm: Callable,
+    qkv,
+    rotation: Rotation,
+    *,
+    counts: tuple[int, int],
+    eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries and keys, normalised if there are gains and rotated by a backend's own operations.
 
@@ -91,13 +99,13 @@ def rotated_heads(
         rms_norm: `api.rms_norm` of the backend.
         qkv: As `api.rope_into_cache` has it.
         rotation: Likewise.
-        num_kv_heads: Heads of keys, and of values.
+        counts: Heads of queries, and of keys.
         eps: Of the norm.
 
     Returns:
         Queries, keys and values.
     """
-    q, k, v = split_heads(qkv, qkv.shape[1] - 2 * num_kv_heads)
+    q, k, v = split_heads(qkv, counts)
     if rotation.gains is not None:
         q, k = (
             rms_norm(x.reshape(-1, x.shape[2]), gain, eps=eps).reshape(x.shape)

@@ -26,11 +26,11 @@ def rope(x, cos, sin) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, rotation: Rotation, place: CachePlace, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, num_heads: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
-    kv_heads = place.pages.shape[3]
-    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, num_kv_heads=kv_heads, eps=eps)
+    counts = num_heads, place.pages.shape[3]
+    q, k, v = rotated_heads(rope, rms_norm, qkv, rotation, counts=counts, eps=eps)
     # WHY: XLA would compute the positions of a step anew in each layer's write.
     positions, page_table = lax.optimization_barrier((place.positions, place.page_table))
     return q, write_pages(place._replace(positions=positions, page_table=page_table), k, v)

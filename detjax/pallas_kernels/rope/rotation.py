@@ -32,6 +32,20 @@ def angles_of_queries(rows: Float32[Array, "M X"], channels: int) -> Float32[Arr
     return rows[:, rows.shape[1] - channels // 2 :]
 
 
+def num_query_heads(
+    qkv: Activation[Array, "M J C"], pages: Cached[Array, "L N 2 K P C"], num_heads: int | None
+) -> int:
+    """How many heads are queries: `num_heads`, or all that are neither keys nor values.
+
+    Raises:
+        ValueError: If there are not so many.
+    """
+    found = qkv.shape[1] - 2 * pages.shape[3]
+    if num_heads is not None and num_heads > found:
+        raise ValueError(f"{num_heads=} must be at most {found}: {qkv.shape=}, {pages.shape=}")
+    return found if num_heads is None else num_heads
+
+
 def check_tokens(
     qkv: Activation[Array, "M J C"],
     cos: Float32[Array, "M half"],

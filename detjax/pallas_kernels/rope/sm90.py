@@ -159,18 +159,17 @@ def rope(x, cos, sin, *, interpret: bool = False) -> jax.Array:
 
 
 def rope_into_cache(
-    qkv, rotation: Rotation, place: CachePlace, *, eps: float
+    qkv, rotation: Rotation, place: CachePlace, *, num_heads: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rope_into_cache`."""
     # WHY: the layer is an operand, so that all layers share one compiled kernel.
     place = place._replace(layer=jnp.int32(place.layer))
-    return _rope_into_cache(qkv, rotation, place, eps=eps)
+    return _rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
 
 
-@functools.partial(jax.jit, static_argnames=("eps",))
-def _rope_into_cache(qkv, rotation: Rotation, place: CachePlace, *, eps: float):
+@functools.partial(jax.jit, static_argnames=("num_heads", "eps"))
+def _rope_into_cache(qkv, rotation: Rotation, place: CachePlace, *, num_heads: int, eps: float):
     pages_ref = jax.new_ref(place.pages)
-    num_heads = qkv.shape[1] - 2 * place.pages.shape[3]
     written = place._replace(pages=pages_ref)
     q = qk_norm_rope_write(qkv, rotation, written, num_heads=num_heads, eps=eps)
     return q, jax.freeze(pages_ref)
@@ -192,8 +191,8 @@ def qk_norm_rope_write(
     `offset = position % P`.
 
     Args:
-        qkv: [M, H + 2 K, C]: queries, keys and values of each token, as one fused product has them;
-            or a tuple of q, k and v.
+        qkv: [M, J, C]: queries, keys and values of each token, as one fused product has them, and
+            what is not read behind them; or a tuple of q, k and v.
         rotation: Angles of the M tokens, and gains.
         place: Of the tokens in the cache, whose pages are a `jax.new_ref`, written in place.
             Positions are [B, T] or [M]; a negative one is padding, and nothing of it is written.
@@ -221,7 +220,8 @@ def qk_norm_rope_write(
     num_tokens = qkv_parts[0].shape[0]
     held = tuple(p.shape[1:] for p in qkv_parts)
     want = (num_heads, kv_heads, kv_heads) if len(qkv_parts) == 3 else (num_heads + 2 * kv_heads,)
-    if held != tuple((h, channels) for h in want):
+    fits = held[0][0] >= want[0] if len(held) == 1 else tuple(h for h, _ in held) == want
+    if not fits or any(c != channels for _, c in held):
         raise ValueError(f"heads of qkv are {held}, not {want} of {channels} channels")
     if num_tokens % page_table.shape[0] or positions.size != num_tokens:
         raise ValueError(
@@ -234,7 +234,7 @@ def qk_norm_rope_write(
     dtype = qkv_parts[0].dtype
 
     def body(
-        qkv_gmem,  # ([M, H + 2 K, C],), or q, k and v
+        qkv_gmem,  # ([M, J, C],), or q, k and v
         rotation_gmem,  # `Rotation`: [M, C / 2] f32 twice, and two of [C], or None
         pages_gmem,  # [L, N, 2, K, P, C]
         table_gmem,  # [B, n] int32

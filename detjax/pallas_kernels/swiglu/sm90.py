@@ -120,22 +120,25 @@ def gate_columns(gate_up, up, gating: Gating, *, name: str, interpret: bool) -> 
     """`gating(gates, ups)` in float32, rounded once: one pass over pieces of a row.
 
     Args:
-        gate_up: Gates, then ups, [M, 2 F]; with `up` the gates alone, [M, F].
+        gate_up: Gates, then ups, [M, 2 F]; with `up` the gates are its last F columns.
         up: Ups, [M, F], or None.
         gating: Of float32 values in registers.
         name: Of the kernel.
         interpret: Run in interpret mode.
 
     Raises:
-        ValueError: If F is under 128 or no multiple of 4.
+        ValueError: If F is under 128 or no multiple of 4, or gates do not begin at a multiple of 8.
     """
-    width = gate_up.shape[1] // (2 if up is None else 1)
+    width = gate_up.shape[1] // 2 if up is None else up.shape[1]
+    gate_start = 0 if up is None else gate_up.shape[1] - width
     if up is None and gate_up.shape[1] % 2:
         raise ValueError(f"a fused gate and up must have an even width, not {gate_up.shape[1]}")
+    if gate_start % 8:
+        raise ValueError(f"gates must begin at a multiple of 8 columns, not {gate_start}")
 
     def load(refs, row, first, size, math: rows.Arithmetic):
         gate_gmem, *up_gmem = refs
-        g = math.load(gate_gmem.at[row, pl.ds(first, size)])
+        g = math.load(gate_gmem.at[row, pl.ds(gate_start + first, size)])
         if up_gmem:
             return g, math.load(up_gmem[0].at[row, pl.ds(first, size)])
         return g, math.load(gate_gmem.at[row, pl.ds(width + first, size)])
