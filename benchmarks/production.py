@@ -8,8 +8,9 @@ python -m benchmarks.production --model tiny --backend portable --pages 200 --pa
 Engines of many lengths and batch sizes answer one pool of requests, whose prompts end around every
 page and split boundary, alone and in company. Every token and logprob is compared with the
 canonical choice at its position, which comes from another path on a small cache of its own: windows
-of 256 tokens through prefill's kernels. Exit status 3 if a bit differs, or if the control, kernels
-without a claim, shows no difference.
+of 256 tokens through prefill's kernels. Where layers have a sliding window or linear attention, an
+engine has pages for them alone, and the reference has one table for all layers. Exit status 3 if a
+bit differs, or if the control, kernels without a claim, shows no difference.
 """
 
 import argparse
@@ -41,11 +42,11 @@ from detjax.engine.running.device_arrays import (
     Slots,
     empty,
     empty_pages,
-    pages_shape,
     sampling_shape,
     slots_shape,
 )
 from detjax.engine.running.launch_operands import PrefillOperands, VerifyOperands, unpack_choice
+from detjax.engine.running.memory import cache_bytes, enough_local, pages_in
 from detjax.engine.running.program_key import ChoiceKey, ProgramKey, program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import AdjustedSlots, count_uses, pack_record, recent_tokens
@@ -366,6 +367,7 @@ class Outcome:
 
     part: Part
     num_pages: int
+    num_local_pages: int
     error: str
     seconds: float
     answers: list[tuple[DrawnRequest, list[Kept]]] = dataclasses.field(default_factory=list)
@@ -383,11 +385,8 @@ class Suite:
     def __init__(self, args: argparse.Namespace):
         """Load the model and size the cache."""
         config = MODELS[args.model]
-        layers = args.layers or config.num_layers
-        config = dataclasses.replace(
-            config, num_layers=layers, sliding_windows=(None,) * layers,
-            max_position_embeddings=CONTEXT,
-        )  # fmt: skip
+        config = config.with_layers(range(args.layers or config.num_layers))
+        config = dataclasses.replace(config, max_position_embeddings=CONTEXT)
         backend = Backend(args.backend)
         profile = NumericsProfile.of("bfloat16", args.kv_cache_dtype)
         self.model = random_model(
@@ -396,8 +395,6 @@ class Suite:
         )  # fmt: skip
         if args.weights != "bfloat16":
             self.model = quantized_model(self.model, args.weights)
-        page = pages_shape(self.model, 1)
-        self.page_bytes = int(np.prod(page.shape)) * page.dtype.itemsize
         self.gpu_bytes = self.free_bytes = 0
         self._args = args
         if not args.pages:
@@ -422,21 +419,35 @@ class Suite:
             )
         return self._models[part.rope]
 
-    def num_pages(self, part: Part) -> int:
-        """Pages of a part's cache: a share of what the weights leave, 8-bit ones of drafts too."""
-        if self._args.pages:
-            return self._args.pages
-        free_bytes = self.free_bytes
-        if part.config.get("mode", "invariant") != "invariant":
-            free_bytes -= _draft_bytes(self.model.params)
-        return int(self._args.share * free_bytes) // self.page_bytes
+    def num_pages(self, part: Part) -> tuple[int, int]:
+        """Pages of a part's cache, and of local layers; 0 where they have those of the others.
+
+        They take a share of what the weights leave, 8-bit ones of drafts too.
+        """
+
+        def local_of(num_pages: int) -> int:
+            return enough_local(self.model, EngineConfig(**part.config), num_pages)
+
+        num_pages = self._args.pages
+        if not num_pages:
+            free_bytes = self.free_bytes
+            if part.config.get("mode", "invariant") != "invariant":
+                free_bytes -= _draft_bytes(self.model.params)
+            room = int(self._args.share * free_bytes)
+            num_pages = pages_in(room, self.model, local_of=local_of)
+        return num_pages, local_of(num_pages)
+
+    def cache_bytes(self, outcome: Outcome) -> int:
+        """Of the cache that a part had."""
+        local = outcome.num_local_pages
+        return cache_bytes(self.model, outcome.num_pages, num_local_pages=local)
 
     def run(self, part: Part) -> Outcome:
         """Ask a part's engine everything; its cache is free again afterwards."""
         begin = time.perf_counter()
-        num_pages = self.num_pages(part)
-        config = EngineConfig(num_pages=num_pages, **part.config)
-        key = part.rope, config.batch_size, num_pages
+        num_pages, num_local = self.num_pages(part)
+        config = EngineConfig(num_pages=num_pages, num_local_pages=num_local, **part.config)
+        key = part.rope, config.batch_size, num_pages, num_local
         try:
             engine = Engine(self.model_of(part), config, programs=self._programs.get(key))
             self._programs[key] = engine.programs
@@ -446,12 +457,15 @@ class Suite:
             # The other parts still run, and are compared; this one fails.
             print(f"part {part.name}: {_name(raised)}", flush=True)
             seconds = time.perf_counter() - begin
-            return Outcome(part=part, num_pages=num_pages, error=_name(raised), seconds=seconds)
+            return Outcome(
+                part=part, num_pages=num_pages, num_local_pages=num_local, error=_name(raised),
+                seconds=seconds,
+            )  # fmt: skip
         compiled_s = time.perf_counter() - begin
         # A difference ends every request with an error, so say it first.
         print(f"part {part.name}: self-check {engine.self_check_error or 'passed'}", flush=True)
         skipped = int(part.skipped_pages * num_pages)
-        (pages,) = engine._scheduler.pools
+        pages = engine._scheduler.pools[0]
         held = pages.allocate(skipped)
         answers, error = [], ""
         is_deterministic = config.mode != "fast"
@@ -483,7 +497,8 @@ class Suite:
             flush=True,
         )
         return Outcome(
-            part=part, num_pages=num_pages, answers=answers, error=error, programs=num_compiled,
+            part=part, num_pages=num_pages, num_local_pages=num_local, answers=answers,
+            error=error, programs=num_compiled,
             seconds=seconds, windows=numbers[0], rollbacks=numbers[1],
             self_check_s=stats.self_check_s, self_checked=stats.num_self_checked,
             self_check_differences=stats.num_self_check_differences,
@@ -531,7 +546,8 @@ def scores(
 
 def _draft_bytes(params: dict) -> int:
     """What `quantise_params` adds to a model: 8 bits an element, a scale an output channel."""
-    matrices = [layer[name] for layer in params["layers"] for name in MATRICES]
+    layers = params["layers"]
+    matrices = [layer[name] for layer in layers for name in MATRICES if name in layer]
     return sum(math.prod(w.shape) + 4 * w.shape[0] for w in (*matrices, params["lm_head"]))
 
 
@@ -587,8 +603,9 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
     rows.keep(
         subject="production", case=outcome.part.name, max_len=outcome.part.config["max_len"],
         mode=outcome.part.config.get("mode", "invariant"), gpu_bytes=suite.gpu_bytes,
-        free_bytes=suite.free_bytes, cache_bytes=outcome.num_pages * suite.page_bytes,
-        num_pages=outcome.num_pages, layers=suite.model.config.num_layers,
+        free_bytes=suite.free_bytes, cache_bytes=suite.cache_bytes(outcome),
+        num_pages=outcome.num_pages, num_local_pages=outcome.num_local_pages,
+        layers=suite.model.config.num_layers,
         longest_prompt=max(a.length for batch in outcome.part.batches for a in batch),
         most_rows=max(len(batch) for batch in outcome.part.batches),
         programs=outcome.programs, compared_tokens=compared, different=wrong,
@@ -637,12 +654,8 @@ def main() -> None:
     }  # fmt: skip
     rows = Rows(card, args.out)
     suite = Suite(args)
-    most = max(map(suite.num_pages, parts(1 << 40)))
-    print(
-        f"{most} pages, {most * suite.page_bytes / 1e9:.1f} GB of "
-        f"{suite.free_bytes / 1e9:.1f} GB free",
-        flush=True,
-    )
+    most = max(suite.num_pages(part)[0] for part in parts(1 << 40))
+    print(f"{most} pages in {suite.free_bytes / 1e9:.1f} GB free", flush=True)
     wanted = [p for p in parts(most * PAGE) if p.name in args.parts]
     outcomes = [suite.run(part) for part in wanted]
     begin = time.perf_counter()

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from benchmarks import production, production_requests
 from benchmarks.step import MODELS
 from detjax.engine.running.program_key import ProgramKey
 from detjax.models import hf_rope
-from detjax.models.config import ModelConfig
+from detjax.models.config import LinearAttentionConfig, ModelConfig
 from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
@@ -263,6 +264,46 @@ def test_a_prompt_that_repeats_does_so():
     drawn = dataclasses.replace(production.pool(512, 9, tokens=40, first=0)[8], period=40)
     prompt = np.asarray(production.Texts(100).prompt(drawn))
     assert (prompt[40:] == prompt[:-40]).all()
+
+
+LINEAR = LinearAttentionConfig(
+    num_key_heads=2, num_value_heads=4, key_dim=64, value_dim=64, conv_width=4,
+    layers=(True, False),
+)  # fmt: skip
+LOCAL = {
+    "windows": {"sliding_windows": (64, None)},
+    "linear attention": {"linear_attention": LINEAR, "has_output_gate": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOCAL)
+def test_local_layers_have_pages_of_their_own_and_the_bits_of_one_table(monkeypatch, name):
+    """On the CPU; and others from a reference that has no such layer, or other filters."""
+    config = dataclasses.replace(MODELS["tiny"], **LOCAL[name])
+    monkeypatch.setitem(production.MODELS, "tiny", config)
+    options = ["--model", "tiny", "--backend", "portable", "--pages", "60", "--parts", "512"]
+    suite = production.Suite(production.parser().parse_args(options))
+    assert suite.model.config.sliding_windows == config.sliding_windows
+    (part,) = [part for part in PARTS if part.name == "512"]
+    sizes = {"batch_size": 3, "prefill_chunk": 128, "has_prompt_lookup": False}
+    drawn = production.pool(512, 5, tokens=24, first=0)
+    part = dataclasses.replace(
+        part, config=part.config | sizes, batches=[drawn], is_compiled_ahead=False
+    )
+    outcome = suite.run(part)
+    assert 0 < outcome.num_local_pages < outcome.num_pages and len(outcome.answers) == 5
+    want = production.references(suite, [outcome])
+    for drawn_request, answer in outcome.answers:
+        assert answer == want[drawn_request.idx][: len(answer)], drawn_request
+    if name == "windows":
+        plain = dataclasses.replace(config, sliding_windows=(None, None))
+        suite.model = dataclasses.replace(suite.model, config=plain)
+    else:
+        layer = suite.model.params["layers"][0]
+        layer["conv_v"] = jax.tree.map(lambda x: -x, layer["conv_v"])
+    other = production.references(suite, [outcome])
+    assert any(answer != other[a.idx][: len(answer)] for a, answer in outcome.answers)
 
 
 @pytest.mark.slow

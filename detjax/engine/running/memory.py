@@ -213,28 +213,41 @@ def pages_that_fit(
         )
     room = max(0, room - drafts)
     room -= room % ROOM_STEP_BYTES if room > ROOM_STEP_BYTES else 0
-    dp = model.mesh.shape[DP_AXIS]
-    # A page of every replica takes as much of each device.
-    a_page = cache_bytes(model, dp, draft_model) // model.mesh.size
-    num_pages = room // a_page * dp
-    if local_of(num_pages):
-
-        def fits(count: int) -> bool:
-            num_local = local_of(count * dp)
-            size = cache_bytes(model, count * dp, draft_model, num_local_pages=num_local)
-            return size // model.mesh.size <= room
-
-        # At most: if local layers took nothing. The first count that does not fit, less one.
-        most = room // page_bytes(model, draft_model)[0] + 1
-        counts = range(num_pages // dp + 1, most + 1)
-        num_pages = dp * (counts.start + bisect_left(counts, True, key=lambda n: not fits(n)) - 1)
+    num_pages = pages_in(room, model, draft_model, local_of=local_of)
     if not num_pages:
+        a_page = cache_bytes(model, model.mesh.shape[DP_AXIS], draft_model) // model.mesh.size
         raise ValueError(
             f"the weights leave {room / 2**20:.1f} MiB of a device for the cache, "
             f"and a page takes {a_page / 2**20:.1f} MiB; raise gpu_memory_utilization "
             "(--gpu-memory-utilization) or XLA_PYTHON_CLIENT_MEM_FRACTION, or use more devices (tp)"
         )
     return num_pages
+
+
+def pages_in(
+    room: int,
+    model: LoadedModel,
+    draft_model: AnyDraftModel | None = None,
+    *,
+    local_of: Callable[[int], int] = no_local_pages,
+) -> int:
+    """How many pages take at most `room` bytes of each device; as `pages_that_fit` otherwise."""
+    dp = model.mesh.shape[DP_AXIS]
+    # A page of every replica takes as much of each device.
+    a_page = cache_bytes(model, dp, draft_model) // model.mesh.size
+    num_pages = room // a_page * dp
+    if not local_of(num_pages):
+        return num_pages
+
+    def fits(count: int) -> bool:
+        num_local = local_of(count * dp)
+        size = cache_bytes(model, count * dp, draft_model, num_local_pages=num_local)
+        return size // model.mesh.size <= room
+
+    # At most: if local layers took nothing. The first count that does not fit, less one.
+    most = room // page_bytes(model, draft_model)[0] + 1
+    counts = range(num_pages // dp + 1, most + 1)
+    return dp * (counts.start + bisect_left(counts, True, key=lambda n: not fits(n)) - 1)
 
 
 def held_bytes(model: LoadedModel) -> Mapping[jax.Device, int]:
