@@ -41,7 +41,7 @@ from detjax.testing.dummies import (
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 1024}
+WIDTHS = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 1000}
 MODELS = {
     "64 channels": dummy_config(num_heads=8, num_kv_heads=2, head_dim=64, **WIDTHS),
     "128 channels, q/k norm": dummy_config(

@@ -324,7 +324,11 @@ def test_vocabulary_kernels_lower(num_rows, vocab):
     lower_for_hopper(
         lambda x, t, a, b: token.choose_token(x, t, (a, b), vocab_block=128), x, row, key, key
     )
-    lower_for_hopper(sampling.nucleus_sums, x, row, struct((num_rows,), I32), row)
+    top_k = struct((num_rows,), I32)
+    lower_for_hopper(sampling.nucleus_sums, x, row, top_k, row)
+    # The whole vocabulary without padding, which no width of a product is.
+    ranked = struct((num_rows, vocab - 64), F32)
+    lower_for_hopper(sampling.nucleus_sums, ranked, row, top_k, row)
     uses = struct((num_rows, vocab), I32)
     lower_for_hopper(sampling.adjust_logits, x, x, uses, (row, row), (row, row))
 
@@ -411,10 +415,15 @@ def test_noise_bits_in_interpret_mode():
 def test_nucleus_sums_in_interpret_mode():
     logits, temperature, _ = vocabulary_case(3, 640)
     ranked = -jnp.sort(-jnp.maximum(logits, -50.0), axis=1)
-    args = ranked, temperature, jnp.asarray([640, 5, 200], I32), jnp.full((3,), 0.9, F32)
-    out, want = sampling.nucleus_sums(*args, interpret=True), portable_sampling.nucleus_sums(*args)
-    for a, b in zip(out, want, strict=True):
-        close(a, b, 1e-5)
+    rest = temperature, jnp.asarray([600, 5, 200], I32), jnp.full((3,), 0.9, F32)
+    for width in (640, 600):  # a vocabulary of whole blocks, and one that is not, as Gemma 3's
+        args = ranked[:, :width], *rest
+        out, want = (
+            sampling.nucleus_sums(*args, interpret=True), portable_sampling.nucleus_sums(*args),
+        )  # fmt: skip
+        for a, b in zip(out, want, strict=True):
+            assert a.shape == b.shape
+            close(a, b, 1e-5)
 
 
 def adjustments_case(num_rows, vocab, seed=0):
@@ -467,10 +476,9 @@ def test_adjusted_logits_in_interpret_mode(num_rows, vocab):
     (
         lambda x, t, key: sampling.gumbel_scores(x, t, key, first_token_id=0),
         lambda x, t, key: choice.stats_and_choice(x, t, key, first_token_id=0, vocab_block=128),
-        lambda x, t, key: sampling.nucleus_sums(x, t, t.astype(I32), t),
         lambda x, t, key: sampling.adjust_logits(x, x, x.astype(I32), (t, t), (t, t)),
     ),
-    ids=("gumbel_scores", "stats_and_choice", "nucleus_sums", "adjust_logits"),
+    ids=("gumbel_scores", "stats_and_choice", "adjust_logits"),
 )
 def test_sampling_refuses_part_blocks(call):
     with pytest.raises(ValueError, match="200"):
@@ -667,6 +675,12 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     top_k = np.resize(np.int32([vocab, 1, 50]), MOST)
     nucleus = (ranked, temperature, top_k, jnp.full((MOST,), 0.9, F32))
     check_rows(sampling.nucleus_sums, nucleus, f"nucleus_sums of {vocab}")
+    padded = jnp.where(jnp.arange(vocab) < vocab - 64, ranked, -jnp.inf)
+    counts = jnp.minimum(top_k, vocab - 64)
+    whole = sampling.nucleus_sums(padded, temperature, counts, nucleus[3])
+    part = sampling.nucleus_sums(ranked[:, : vocab - 64], temperature, counts, nucleus[3])
+    for a, b in zip(part, whole, strict=True):
+        assert_bitwise_equal(a, b[..., : a.shape[-1]], claim="a vocabulary of no whole blocks")
 
 
 @pytest.mark.gpu

@@ -237,10 +237,7 @@ def _chunk_starts(sums, top_p, interpret: bool):
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = False):
-    """See `api.nucleus_sums`.
-
-    Raises:
-        ValueError: If the vocabulary is not whole blocks of 128.
+    """See `api.nucleus_sums`; ranks up to a whole block of 128 weigh 0.
 
     Numerics:
         # ORDER: a chunk's sum as a lane's 4 ranks left to right, then 32 lanes by exchange; chunks
@@ -249,12 +246,14 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
         Claims: run-invariant, batch-invariant, path-consistent, mesh-invariant.
     """
     num_rows, width = sorted_logits.shape
-    blocks = num_blocks(width)
+    padding = (0, 0), (0, -width % LOGIT_BLOCK)
+    ranked = jnp.pad(sorted_logits, padding, constant_values=-jnp.inf)
+    blocks = num_blocks(ranked.shape[1])
     held = rows.most_rows(4, blocks)
     tile = block_tile(held, interpret)
     math, shape = tile.whole, (held, LOGIT_BLOCK)
     grid = {"tile": pl.cdiv(blocks, held), "row": num_rows}
-    ranked = sorted_logits.reshape(num_rows, blocks, LOGIT_BLOCK)
+    ranked = ranked.reshape(num_rows, blocks, LOGIT_BLOCK)
 
     def weights_of(x_gmem, t_gmem, k_gmem):
         """First block of this CTA, its weights, and those that count."""
@@ -294,4 +293,5 @@ def nucleus_sums(sorted_logits, temperature, top_k, top_p, *, interpret: bool = 
     weight, before = run(
         write, (*operands, starts), out=[wide, wide], grid=grid, name="detjax_nucleus_sums"
     )
-    return weight.reshape(num_rows, width), before.reshape(num_rows, width), limit
+    weight, before = (x.reshape(num_rows, -1)[:, :width] for x in (weight, before))
+    return weight, before, limit
