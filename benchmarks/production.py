@@ -52,8 +52,8 @@ from detjax.engine.running.programs import ProgramCache
 from detjax.engine.sampling.adjustments import AdjustedSlots, count_uses, pack_record, recent_tokens
 from detjax.engine.sampling.sampling import SamplingRows
 from detjax.models.config import RopeConfig, RopeKind
+from detjax.models.fast import NARROWED
 from detjax.models.loading import LoadedModel, random_model
-from detjax.models.params import MATRICES
 from detjax.models.quantization.quantize import RECIPES
 from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
@@ -547,7 +547,7 @@ def scores(
 def _draft_bytes(params: dict) -> int:
     """What `quantise_params` adds to a model: 8 bits an element, a scale an output channel."""
     layers = params["layers"]
-    matrices = [layer[name] for layer in layers for name in MATRICES if name in layer]
+    matrices = [layer[name] for layer in layers for name in NARROWED if name in layer]
     return sum(math.prod(w.shape) + 4 * w.shape[0] for w in (*matrices, params["lm_head"]))
 
 

@@ -166,6 +166,10 @@ def local_logits_fast(
     return mask_padding(ctx, logits if cap is None else cap * jnp.tanh(logits / cap))
 
 
+NARROWED = (*MATRICES, "linear_in", "linear_o")
+"""Matrices of a layer that `quantise_params` narrows."""
+
+
 def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
     """Narrow every matrix to 8 bits with one scale an output channel; the rest is shared.
 
@@ -180,17 +184,12 @@ def quantise_params(params: dict, dtype: jnp.dtype) -> dict:
         matrix was. Its specs are `quantised_specs`.
 
     Raises:
-        ValueError: If `dtype` is another, or the model has mixtures of experts or linear attention.
+        ValueError: If `dtype` is another, or the model has mixtures of experts.
     """
     if any("router" in layer for layer in params["layers"]):
         raise ValueError(
             "8-bit drafts of a mixture of experts are not supported: ragged products take no "
             "8-bit weights; use draft_weights='full'"
-        )
-    if any("linear_in" in layer for layer in params["layers"]):
-        raise ValueError(
-            "8-bit drafts of a model with linear attention are not supported: its projections "
-            "would stay wide; use draft_weights='full'"
         )
     name = jnp.dtype(dtype).name
     if name not in LARGEST:
@@ -238,7 +237,7 @@ def quantised_specs(specs: dict) -> dict:
 
 def _replace_matrices(tree: dict, narrow) -> dict:
     layers = [
-        {name: narrow(leaf) if name in MATRICES else leaf for name, leaf in layer.items()}
+        {name: narrow(leaf) if name in NARROWED else leaf for name, leaf in layer.items()}
         for layer in tree["layers"]
     ]
     return {**tree, "layers": layers, "lm_head": narrow(tree["lm_head"])}

@@ -80,6 +80,9 @@ SCHEDULES = {
     "windows": {
         "mode": "dvr", "max_draft_fraction": 1.0, "verify_window": 6, "decode_steps": 3,
     },
+    "windows of 8-bit drafts": {
+        "mode": "dvr", "max_draft_fraction": 1.0, "verify_window": 6, "draft_weights": "int8",
+    },
 }  # fmt: skip
 
 
@@ -97,6 +100,15 @@ def test_answers_are_bitwise_schedule_invariant(name):
     stats = engine.stats()
     assert stats.prefix_tokens > 0
     assert stats.num_preempted > 0 if "num_pages" in SCHEDULES[name] else stats.accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_8_bit_drafts_of_two_ranks_change_no_bit():
+    """Of matrices that ranks share by rows, "linear_in", and by columns, "linear_o"."""
+    engine = Engine(model(tp=2), EngineConfig(**SIZES | SCHEDULES["windows of 8-bit drafts"]))
+    assert_alone(engine.generate(REQUESTS), "two ranks")
+    assert engine.stats().accepted_tokens > 0
 
 
 @pytest.mark.slow
