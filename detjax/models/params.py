@@ -84,7 +84,7 @@ class ParamRole(enum.Enum):
     GAIN = "gain"
     BIAS = "bias"
     EXPERT = "expert"  # of a mixture of experts: its router, or matrices, one an expert
-    PROJECTION = "projection"  # a matrix that few families have; is never narrowed
+    PROJECTION = "projection"  # a matrix that few families have
     FILTER = "filter"  # of a convolution: numbers a channel
 
 

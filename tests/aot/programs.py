@@ -595,6 +595,14 @@ def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     return aot.inspect_program(lambda: programs.get(key, model.params))
 
 
+def family_draft(name: str, **sizes) -> aot.CompiledProgram:
+    """Drafts by the same layers as `family_step` has."""
+    model = abstract_model(2, make_config=lambda _: last_layers(name))
+    programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=model)
+    key = plain_key("decode", mode="fast", weights="draft_model", **sizes)
+    return aot.inspect_program(lambda: programs.get(key, model.params))
+
+
 def pressed_head(
     kind: ProgramKind, *, weights: str, tp: int = 1, is_int8: bool = False, **sizes
 ) -> aot.CompiledProgram:
@@ -934,6 +942,8 @@ PROGRAMS = {
     "qwen35_prefill": lambda: family_step(
         "qwen3_5_text", "prefill", rows=1, length=4096, table_len=64
     ),
+    "qwen35_draft_window": lambda: family_draft("qwen3_5_text", rows=1, table_len=10, length=4),
+    "gemma3_draft_window": lambda: family_draft("gemma3_text", rows=1, table_len=10, length=4),
     "gemma3_prefill": lambda: family_step(
         "gemma3_text", "prefill", rows=1, length=512, table_len=64
     ),

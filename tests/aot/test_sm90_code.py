@@ -33,6 +33,7 @@ UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguard
     "pressed_head_int8_prefill", "pressed_head_int8_window", "pressed_head_int8_window_one",
     "pressed_head_prefill", "pressed_head_window", "pressed_head_window_one",
     "pressed_mesh_fast", "pressed_mesh_head_window", "pressed_mtp_prefill", "pressed_mtp_window",
+    "gemma3_draft_window", "qwen35_draft_window",
 }  # fmt: skip
 """Programs that claim no bits."""
 
@@ -420,6 +421,13 @@ def test_a_step_of_a_hybrid_copies_no_cache_and_spills_in_attention_alone(name):
     of_rows = {"detjax_delta_step"} if "decode" in name else several
     assert names & (several | {"detjax_delta_step"}) == of_rows
     assert "detjax_sigmoid_gate" in names
+
+
+@pytest.mark.parametrize("name", ["qwen35_draft_window", "gemma3_draft_window"])
+def test_drafts_by_layers_of_two_kinds_copy_no_cache(name):
+    """All parts of the cache are carried through a loop over drafts."""
+    program = compiled(name)
+    assert program["copies"] == program["faults"] == []
 
 
 @pytest.mark.parametrize("name", ["narrow_200", "narrow_prefill"])

@@ -21,6 +21,7 @@ from detjax.engine.running.program_key import program_keys
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.speculative_config import SpeculativeConfig
+from detjax.models.config import LinearAttentionConfig
 from detjax.numerics import NumericsProfile
 from detjax.testing.drafts import commit_drafts_unseen, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
@@ -140,9 +141,24 @@ def test_drafts_stop_at_high_batch_and_begin_again_with_what_was_missed(engine, 
     assert counts.acceptance > 0.9, "the model has read the 20 tokens that were made without it"
 
 
+LINEAR = LinearAttentionConfig(
+    num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=16, conv_width=4, layers=(True, False)
+)
+LAYERS = {
+    "full attention": MODEL,
+    "a window": dataclasses.replace(MODEL, sliding_windows=(24, None)),
+    "linear attention": dataclasses.replace(MODEL, linear_attention=LINEAR, has_output_gate=True),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_ahead", [1, 2])
-def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and_go(steps_ahead):
+@pytest.mark.parametrize(
+    ("layers", "steps_ahead"),
+    [("full attention", 1), ("full attention", 2), ("a window", 1), ("linear attention", 1)],
+)
+def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and_go(
+    layers, steps_ahead
+):
     """In float32, behind windows accepted whole, waits for pages, preemption and other lengths.
 
     Its cache holds large numbers where no step has written, so a draft that reads one is wrong.
@@ -150,7 +166,7 @@ def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and
     profile = NumericsProfile(
         weight_dtype="float32", compute_dtype="float32", attention_block=16, attention_split=64
     )
-    model, draft = (dummy_model(MODEL, profile=profile) for _ in range(2))
+    model, draft = (dummy_model(LAYERS[layers], profile=profile) for _ in range(2))
     sizes = SIZES | {
         "num_pages": 6, "max_len": 96, "has_prefix_cache": False, "verify_window": 16,
         "prefill_chunk": 16, "max_draft_batch": 1, "steps_ahead": steps_ahead,
@@ -159,7 +175,7 @@ def test_a_draft_model_of_the_same_weights_is_always_right_while_drafts_come_and
     state = made._runner._device._drafts
     for length in range(20, 56, 4):
         assert isinstance(state, DraftState)
-        filled = jnp.full_like(state.pages, 100.0)
+        filled = jax.tree.map(lambda x: jnp.full_like(x, 100.0), state.pages)
         made._runner._device._drafts = dataclasses.replace(state, pages=filled)
         made.add_request((1,) * 16, SamplingParams(max_tokens=80))
         made.step()

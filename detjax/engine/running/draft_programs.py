@@ -51,7 +51,7 @@ class DraftState:
     of the last token of a prompt; tokens behind it are in the slot's window.
 
     Attributes:
-        pages: Keys and values, [L, N, 2, K, P, C].
+        pages: The cache, as `device_arrays.pages_shape` has it.
         position: int32 [S].
         token: int32 [S].
     """
@@ -106,7 +106,8 @@ class DraftPrograms:
     @property
     def traced_from(self) -> tuple:
         """What programs follow from, besides their key and what describes it."""
-        return self._context, self.state.pages.shape, self._slots.window.shape
+        pages = tuple(part.shape for part in jax.tree.leaves(self.state.pages))
+        return self._context, pages, self._slots.window.shape
 
     def program(self, key: ProgramKey, params: dict) -> Program:
         """Describe a program for weights like `params`."""
@@ -220,15 +221,14 @@ def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int)
 
     Raises:
         ValueError: If the vocabularies have different sizes, the models lie on different meshes or
-            backends, their pages differ, the draft model's context is too short, or layers of
-            linear attention draft or have an EAGLE-3 head.
+            backends, their pages differ, the draft model's context is too short, or an EAGLE-3 head
+            is for a model with layers of linear attention.
     """
     has_eagle = isinstance(draft, DraftHead) and draft.head_config.method == EAGLE3
-    if (model.config if has_eagle else draft.config).linear_attention is not None:
-        what = "an EAGLE-3 head on" if has_eagle else "drafts by"
+    if has_eagle and model.config.linear_attention is not None:
         raise ValueError(
-            f"{what} a model with layers of linear attention has not been proven; draft by "
-            "--speculative prompt_lookup, --mode dvr or a model without such layers"
+            "an EAGLE-3 head on a model with layers of linear attention has not been proven; draft "
+            "by --speculative prompt_lookup, --mode dvr or a smaller model"
         )
     for what, of_draft, of_model in (
         ("a vocabulary", draft.config.vocab_size, model.config.vocab_size),
