@@ -657,6 +657,10 @@ def main() -> None:
     most = max(suite.num_pages(part)[0] for part in parts(1 << 40))
     print(f"{most} pages in {suite.free_bytes / 1e9:.1f} GB free", flush=True)
     wanted = [p for p in parts(most * PAGE) if p.name in args.parts]
+    if len(suite.model.config.ropes) > 1:
+        # Its layers have angles of their own; a part's would be those of all.
+        wanted = [part for part in wanted if part.rope is None]
+        print(f"part yarn: left out, as {args.model} has several rotary embeddings", flush=True)
     outcomes = [suite.run(part) for part in wanted]
     begin = time.perf_counter()
     want = references(suite, outcomes)

@@ -60,9 +60,10 @@ class TrainingOps:
         qkv = ops.linear(ctx, sums, stream.x, qkv_weights, bias, widths=_widths(weights, "qkv"))
         if config.is_qk_norm_whole:
             qkv = _normalise_all_heads(ctx, sums, weights, qkv)
-        num_heads = config.num_heads * config.head_dim
-        gate = qkv[:, -num_heads:]
-        qkv = qkv[:, :-num_heads] if config.has_output_gate else qkv
+        gate = None
+        if config.has_output_gate:
+            first_gate = qkv.shape[1] - config.num_heads * config.head_dim
+            qkv, gate = qkv[:, :first_gate], qkv[:, first_gate:]
         qkv = ops.to_sequences(qkv, places, positions.size)
         out = ops.self_attention(
             ctx,
@@ -76,7 +77,7 @@ class TrainingOps:
             window=config.sliding_windows[layer_idx],
         )
         heads = ops.to_rows(out.reshape(positions.size, -1), places)
-        if config.has_output_gate:
+        if gate is not None:
             heads = ops.sigmoid_gate(ctx, sums, heads, gate)
         return cache, heads, stream
 
