@@ -20,6 +20,10 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from .shards import ShardPlugin, add_options
 
+# WHY: a thread of an interpreted kernel holds one of XLA's threads while it waits for another, and
+# XLA has no more of them than processors or devices: 16 threads of a cluster stood still on two.
+os.environ.setdefault("PJRT_NPROC", "32")
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

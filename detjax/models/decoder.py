@@ -37,7 +37,6 @@ from detjax.models.pages import CachePages, kv_of, with_kv
 from detjax.models.transformer import Stream, run_layers
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.linear.api import linear
-from detjax.pallas_kernels.output_gate.api import sigmoid_gate
 from detjax.pallas_kernels.softcap.api import softcap
 from detjax.parallel.exchange import Exchange
 from detjax.parallel.mesh import TP_AXIS
@@ -103,10 +102,6 @@ class CanonicalOps:
             kv, heads = attend_from(*operands, wanted=wanted)
             residual = wanted_rows(ctx, stream.residual, tokens.ids.shape, wanted)
             stream = Stream(residual=residual, x=None)
-        if ctx.config.has_output_gate:
-            if wanted is not None:
-                qkv = wanted_rows(ctx, qkv, tokens.ids.shape, wanted)
-            heads = sigmoid_gate(heads, qkv, backend=ctx.backend)
         return with_kv(cache, kind, kv), heads, stream
 
     def _wanted_in(self, layer_idx: int):

@@ -441,9 +441,9 @@ def attention_layer(
         out, pages = rope_attention(
             qkv, Rotation(cos, sin, gains), place,
             window=window, eps=eps, profile=ctx.profile, backend=ctx.backend,
-            sinks=weights.get("sinks"), num_heads=ctx.own_heads,
+            sinks=weights.get("sinks"), is_gated=config.has_output_gate,
         )  # fmt: skip
-        return pages, _gated_heads(config, out.reshape(x.shape[0], -1), qkv)
+        return pages, out.reshape(x.shape[0], -1)
     q, k, v = split_heads(qkv, (ctx.own_heads, pages.shape[3]))
     if gains is not None:
         q, k = rms_norm(q, gains[0], eps), rms_norm(k, gains[1], eps)

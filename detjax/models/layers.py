@@ -305,7 +305,7 @@ def attend(
     tokens: Tokens,
     layer: int,
 ) -> tuple[Cached[Array, "L N 2 K P C"], Activation[Array, "M i"]]:
-    """Attention of projected tokens. Returns the cache and this rank's heads."""
+    """Attention of projected tokens. Returns the cache and this rank's heads, gated if they are."""
     config = ctx.config
     if config.attention_softcap is not None:
         return attend_from(ctx, weights, qkv, cos, sin, pages, tokens, layer, wanted=None)
@@ -320,7 +320,7 @@ def attend(
         backend=ctx.backend,
         prefetch=_prefetched(weights["o"]),
         sinks=weights.get("sinks"),
-        num_heads=ctx.own_heads,
+        is_gated=config.has_output_gate,
     )
     return pages, out.reshape(batch * length, -1)
 
@@ -383,7 +383,11 @@ def attend_from(
         profile=ctx.profile,
         backend=ctx.backend,
     )
-    return pages, out.reshape(positions.size, -1)
+    heads = out.reshape(positions.size, -1)
+    if config.has_output_gate:
+        gates = qkv if wanted is None else wanted_rows(ctx, qkv, tokens.ids.shape, wanted)
+        heads = sigmoid_gate(heads, gates, backend=ctx.backend)
+    return pages, heads
 
 
 def wanted_rows(

@@ -20,6 +20,7 @@ from detjax.pallas_kernels.attention import (
     sm90_prefill,
 )
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope import sm90 as rope_sm90
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -154,6 +155,7 @@ class NewTokens:
     positions: jax.Array
     sinks: jax.Array | None = None
     num_behind: int = 0
+    is_gated: bool = False
 
     @property
     def rotation(self):
@@ -167,11 +169,11 @@ class NewTokens:
     def num_heads(self) -> int:
         return self.qkv.shape[1] - 2 * self.pages.shape[3] - self.num_behind
 
-    def with_gates(self):
-        """The same with a head behind the values for each query head."""
+    def with_gates(self, is_gated=False):
+        """The same with a head behind the values for each query head: its gate, or nothing."""
         behind = normal((len(self.qkv), self.num_heads, self.qkv.shape[2]), 77)
         qkv = jnp.concatenate([self.qkv, behind], axis=1)
-        return dataclasses.replace(self, qkv=qkv, num_behind=self.num_heads)
+        return dataclasses.replace(self, qkv=qkv, num_behind=self.num_heads, is_gated=is_gated)
 
     def with_other_queries(self):
         """The same with angles of queries that are not those of keys."""
@@ -180,7 +182,7 @@ class NewTokens:
         return dataclasses.replace(self, **dict(zip(("cos", "sin"), rows, strict=True)))
 
     def apart(self, is_interpreted=False, **options):
-        """Rotation and cache write, then attention."""
+        """Rotation and cache write, then attention, then gates."""
         channels = self.pages.shape[5]
         pages_ref = jax.new_ref(self.pages)
         q = rope_sm90.qk_norm_rope_write(
@@ -193,6 +195,9 @@ class NewTokens:
             q, self.place._replace(pages=pages), self.sinks, config=sm90.DecodeConfig(**options),
             is_interpreted=is_interpreted,
         )  # fmt: skip
+        if self.is_gated:
+            heads, gates = (x.reshape(len(self.qkv), -1) for x in (out, self.qkv))
+            out = sigmoid_gate(heads, gates, interpret=is_interpreted).reshape(out.shape)
         return out, pages
 
     def at_once(self, is_interpreted=False, **options):
@@ -200,7 +205,7 @@ class NewTokens:
         return sm90.decode_new_token(
             self.qkv, self.rotation, self.place, sinks=self.sinks, eps=1e-5,
             num_heads=self.num_heads, config=sm90.DecodeConfig(**options),
-            is_interpreted=is_interpreted,
+            is_gated=self.is_gated, is_interpreted=is_interpreted,
         )  # fmt: skip
 
 
@@ -382,6 +387,30 @@ def test_what_stands_behind_values_is_not_read():
     expected = case.apart(is_interpreted=True)
     assert_same(gated.apart(is_interpreted=True), expected, "two kernels")
     assert_same(gated.at_once(is_interpreted=True), expected, "one kernel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("channels", "group", "counts", "options"),
+    [
+        (256, 2, [1, 1, 1], {"cluster": 4, "spread": True}),
+        (128, 4, [1, 1, 1], {"cluster": 2}),
+        (64, 4, [3, 1, 3], {"cluster": 2}),  # two heads a vector, windows
+        (128, 4, [1, 1, 1], {}),  # a launch for the gates
+    ],
+    ids=str,
+)
+def test_gates_inside_decode_have_the_bits_of_a_launch_of_their_own(
+    channels, group, counts, options
+):
+    case = new_tokens(
+        [200, 0, 129], counts=counts, kv_heads=2, group=group, channels=channels, with_norm=True
+    )
+    gated = case.with_gates(is_gated=True)
+    expected = gated.apart(is_interpreted=True)
+    assert_same(gated.at_once(is_interpreted=True, **options), expected, f"gates, {options}")
+    ungated = case.apart(is_interpreted=True)
+    assert count_different_bits(ungated[0], expected[0]) > 0  # control
 
 
 ENDS = (1, 32, 33, 64, 65, 96, 97, 128)
@@ -829,6 +858,10 @@ def test_new_tokens_inside_decode_are_bitwise_schedule_invariant(group, channels
             continue
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
     assert_same(case.with_gates().at_once(), expected, "heads behind the values")
+    gated = case.with_gates(is_gated=True)
+    for options in ({}, {"cluster": 2}, {"whole_sequences": True}):
+        if group * channels >= sm90.LANES:
+            assert_same(gated.at_once(**options), gated.apart(), f"gated, {options}")
     other = case.with_other_queries()
     assert_same(other.at_once(), other.apart(), "two kinds of angles")
     for few in ([1], [3000, 5, 4096]):
@@ -853,6 +886,11 @@ def test_new_tokens_of_wide_heads_are_bitwise_schedule_invariant(group, with_nor
         assert_same(case.at_once(**options), expected, f"one kernel, {options}")
     other = case.apart(blocks_per_split=2)
     assert count_different_bits(other[0], expected[0]) > 0  # control
+    gated = case.with_gates(is_gated=True)
+    expected = gated.apart()
+    assert count_different_bits(case.apart()[0], expected[0]) > 0
+    for options in ways:
+        assert_same(gated.at_once(**options), expected, f"gated, {options}")
 
 
 WIDE_CONTEXTS = (1, 2, 127, 128, 129, 480, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 4100, 8191)
@@ -950,6 +988,8 @@ def test_windows_inside_decode_are_bitwise_schedule_invariant(group, channels, w
     loaded = case.at_once(cluster=4, keys_at_once=32)
     assert_same(loaded, expected, "windows, keys that are written")
     assert_same(case.with_gates().at_once(cluster=2), expected, "heads behind the values")
+    gated = case.with_gates(is_gated=True)
+    assert_same(gated.at_once(cluster=2), gated.apart(), "windows, gated")
     other = case.with_other_queries()
     assert count_different_bits(other.apart()[0], expected[0]) > 0
     assert_same(other.at_once(cluster=2), other.apart(), "windows, two kinds of angles")

@@ -87,15 +87,15 @@ def rope_attention(
     backend: Backend,
     prefetch: Activation[Array, "O I"] | None = None,
     sinks: Activation[Array, " H"] | None = None,
-    num_heads: int | None = None,
+    is_gated: bool = False,
 ) -> tuple[Activation[Array, "B T H C"], Cached[Array, "L N 2 K P C"]]:
     """Put new tokens in the cache and attend from them: `rope_into_cache`, then `attention`.
 
-    On `sm90` a decode step does both in one launch where it can.
+    With gates `sigmoid_gate` follows. On `sm90` a decode step does all in one launch where it can.
 
     Args:
-        qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K. What stands
-            behind them is not read.
+        qkv: Heads of queries, then keys, then values, of B T tokens: J = H + 2 K. With gates
+            J = 2 H + 2 K, and those of the query heads are the last.
         rotation: Angles of these tokens, and gains of the norms of queries and keys.
         place: Of these tokens in the cache, which is updated in place where the caller donates it.
             No other sequence may read the page that a new token is put in. A sequence's tokens are
@@ -108,30 +108,35 @@ def rope_attention(
         prefetch: Weights that the next product reads. `sm90` asks them into the L2 cache where few
             rows leave the memory idle; it changes no bit.
         sinks: As in `attention`.
-        num_heads: H; None if nothing stands behind the values.
+        is_gated: Whether there are gates, by whose sigmoids what each query head sees is
+            multiplied.
 
     Returns:
-        What each query sees, and the cache.
+        What each query sees, gated if it is, and the cache.
 
     Raises:
         ValueError: If a page is not one block of the profile, query heads do not divide, or
-            tokens are not as many as positions, or heads fewer than `num_heads` says.
+            tokens are not as many as positions, or gates not as many as query heads.
 
     Numerics:
-        The bits of the two operations, one after the other.
+        The bits of the operations, one after the other.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
 
     Reference:
-        Those of `rope_into_cache` and `attention`.
+        Those of `rope_into_cache`, `attention` and `sigmoid_gate`.
     """
-    num_heads = num_query_heads(qkv, place.pages, num_heads)
+    num_heads = num_query_heads(qkv, place.pages, None)
+    if is_gated:
+        if num_heads % 2:
+            raise ValueError(f"{qkv.shape=} must have as many gates as query heads: {num_heads=}")
+        num_heads //= 2
     check_tokens(qkv, *rotation, *place[:3])
     _check(place.pages, num_heads, profile)
     return KERNELS[backend].rope_attention(
         qkv, rotation, place,
         num_heads=num_heads, window=window, eps=eps, profile=profile, prefetch=prefetch,
-        sinks=sinks,
+        sinks=sinks, is_gated=is_gated,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from detjax.numerics import LOG2_E, NumericsProfile
 from detjax.pallas_kernels.fixed_blocks import ROWS, pad_axis, round_to, run_blocks
 from detjax.pallas_kernels.float8_cache import widened
+from detjax.pallas_kernels.output_gate.portable import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import rope_into_cache
 from detjax.pallas_kernels.rope.rotation import Rotation
@@ -209,11 +210,15 @@ def _attention(
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
     *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None,
+    sinks=None, is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
     q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     place = place._replace(pages=pages)
-    return attention(q, place, window=window, profile=profile, sinks=sinks), pages
+    out = attention(q, place, window=window, profile=profile, sinks=sinks)
+    if is_gated:
+        rows = sigmoid_gate(out.reshape(len(qkv), -1), qkv.reshape(len(qkv), -1))
+        out = rows.reshape(out.shape)
+    return out, pages

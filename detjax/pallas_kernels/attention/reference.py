@@ -8,6 +8,7 @@ import numpy as np
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.float8_cache import holds_float8, widened_pages
 from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
+from detjax.pallas_kernels.output_gate.reference import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rope.reference import rope_into_cache
@@ -59,11 +60,15 @@ def attention(
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
     *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None,
+    sinks=None, is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
     q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     place = place._replace(pages=pages)
-    return attention(q, place, window=window, profile=profile, sinks=sinks), pages
+    out = attention(q, place, window=window, profile=profile, sinks=sinks)
+    if is_gated:
+        rows = sigmoid_gate(out.reshape(len(qkv), -1), qkv.reshape(len(qkv), -1))
+        out = rows.reshape(out.shape)
+    return out, pages

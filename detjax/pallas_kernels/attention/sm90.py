@@ -28,6 +28,7 @@ from detjax.pallas_kernels.attention.sm90_decode_spread import SPREAD_CHANNELS, 
 from detjax.pallas_kernels.attention.sm90_new_token import NewToken
 from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.float8_cache import holds_float8
+from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.rotation import Rotation
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
@@ -137,7 +138,7 @@ def attention(
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
     *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None,
+    sinks=None, is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
 
@@ -145,7 +146,8 @@ def rope_attention(
         NotImplementedError: As `attention`.
 
     Numerics:
-        The functions of `rope_into_cache` and `attention`, in one launch or in several.
+        The functions of `rope_into_cache`, `attention` and `sigmoid_gate`, in one launch or in
+        several.
         Claims: run-invariant, batch-invariant, schedule-invariant, path-consistent,
         mesh-invariant. Holds while keys and values are finite.
     """
@@ -170,12 +172,20 @@ def rope_attention(
         if query_len == 1 or config.cluster:
             return decode_new_token(
                 qkv, rotation, place, prefetch if config.prefetched else None, sinks,
-                num_heads=num_heads, eps=eps, config=config, is_interpreted=False,
+                num_heads=num_heads, eps=eps, config=config, is_gated=is_gated,
+                is_interpreted=False,
             )  # fmt: skip
     q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(batch, query_len, num_heads, channels)
     place = place._replace(pages=pages)
-    return attention(q, place, window=window, profile=profile, sinks=sinks), pages
+    out = attention(q, place, window=window, profile=profile, sinks=sinks)
+    return _gated(out, qkv) if is_gated else out, pages
+
+
+def _gated(out, qkv, is_interpreted: bool = False) -> jax.Array:
+    """Gate results by the last heads of the rows, in a launch of its own."""
+    rows, gates = (x.reshape(len(qkv), -1) for x in (out, qkv))
+    return sigmoid_gate(rows, gates, interpret=is_interpreted).reshape(out.shape)
 
 
 def decode_config(
@@ -298,16 +308,20 @@ def _row_positions(positions, group: int) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, bits.ROWS - num_rows)), constant_values=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("num_heads", "eps", "config", "is_interpreted"))
+@functools.partial(
+    jax.jit, static_argnames=("num_heads", "eps", "config", "is_gated", "is_interpreted")
+)
 def decode_new_token(
     qkv, rotation: Rotation, place: CachePlace, prefetch=None, sinks=None,
-    *, num_heads: int, eps: float, config: DecodeConfig, is_interpreted: bool,
+    *, num_heads: int, eps: float, config: DecodeConfig, is_gated: bool = False,
+    is_interpreted: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Normalise and rotate inside the attention kernel; see `api.rope_attention`.
 
     The CTA that has the page of a new token puts its key and value there. Several tokens of a
     sequence are for clusters alone. Where the configuration says so, CTAs ask the weights
-    `prefetch` into the L2 cache.
+    `prefetch` into the L2 cache. A cluster gates what it merges; of other schedules gates take a
+    launch.
     """
     pages, page_table, positions, layer = place
     kv_heads, _, channels = pages.shape[3:]
@@ -333,8 +347,11 @@ def decode_new_token(
         queries=(qkv, rotation.cos, rotation.sin, *(rotation.gains or ())), page_rows=pages_ref,
         row_positions=row_positions, page_table=page_table, positions=positions, layer=layer,
         prefetch=prefetch, sinks=sinks,
+        gates=qkv.reshape(len(qkv), -1) if is_gated and config.cluster else None,
     )  # fmt: skip
     out = _attend(job, operands).reshape(batch, query_len, num_heads, channels)
+    if is_gated and operands.gates is None:
+        out = _gated(out, qkv, is_interpreted)
     return out, jax.freeze(pages_ref).reshape(pages.shape)
 
 

@@ -24,6 +24,7 @@ from detjax.numerics import LOG2_E
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels import sm90_rows
 from detjax.pallas_kernels.hopper_sums import KEY_BLOCK, score_cap_factors, score_scale
+from detjax.pallas_kernels.output_gate.sm90 import gated
 from detjax.pallas_kernels.sm90_hardware import LANES
 
 BLOCK = KEY_BLOCK  # keys of one online-softmax step, and of one page
@@ -484,3 +485,12 @@ class MergeLanes:
         out = jnp.where(is_row & (out != 0.0), out, self.math.full((LANES,), 0.0))
         # ROUND: the only rounding of the output to the compute dtype.
         return out.astype(dtype)
+
+    def gated(self, gate, out):
+        """The output by the sigmoids of its gates, as `output_gate.sm90` computes it.
+
+        # ROUND: to the compute dtype a second time; the output has been rounded, as if written.
+        """
+        math = sm90_rows.Arithmetic(layout=self.layout, is_interpreted=self.is_interpreted)
+        product = gated(gate.astype(jnp.float32), out.astype(jnp.float32), math)
+        return product.astype(out.dtype)

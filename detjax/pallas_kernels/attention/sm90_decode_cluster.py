@@ -123,7 +123,9 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
 
             def merge(token, position):
                 out = memory.results[-1]
-                merge_splits(job, *parts, out, here, position, first, num_splits, token)
+                merge_splits(
+                    job, *parts, out, here, position, first, num_splits, token, memory.gates
+                )
 
             if not is_window:
                 pl.when(rank == 0)(lambda: merge(0, last))
@@ -167,9 +169,9 @@ def _parts(job: Job, memory: Memory) -> list:
 
 
 def merge_splits(
-    job: Job, part_ref, scales_ref, out_ref, here, position, first, num_splits, token=0
+    job: Job, part_ref, scales_ref, out_ref, here, position, first, num_splits, token=0, gates=None
 ) -> None:
-    """Fold the splits left to right and write the output of a token and a kv head.
+    """Fold the splits left to right and write the output of a token and a kv head, gated if it is.
 
     Args:
         job: What the launch attends to.
@@ -181,6 +183,7 @@ def merge_splits(
         first: Where the first split lies.
         num_splits: How many there are.
         token: Which of the sequence's tokens.
+        gates: Rows of tokens, whose last columns are gates of all query heads, or None.
     """
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
     seq, kv_head = here
@@ -188,6 +191,18 @@ def merge_splits(
     rows = [min(r, job.group - lanes.rows) for r in range(0, job.group, lanes.rows)]
     places = [(row, channel) for row in rows for channel in range(0, job.channels, LANES)]
     shift = lax.rem(pair * job.rows_apart, jnp.int32(8)) + token * job.group
+    of_gates = [None] * len(places)
+    if gates is not None:  # loaded before the sums that need no gate
+        first_gate = gates.shape[1] - (job.kv_heads - kv_head) * job.group * job.channels
+        of_gates = [
+            lanes.math.load(
+                gates.at[
+                    seq * job.query_len + token,
+                    pl.ds(first_gate + row * job.channels + channel, LANES),
+                ]
+            )
+            for row, channel in places
+        ]
 
     def one_split(split, states):
         return tuple(
@@ -204,11 +219,12 @@ def merge_splits(
 
     states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(places))
     first_row = (seq * job.query_len + token) * job.kv_heads * job.group + kv_head * job.group
-    for (row, channel), state in zip(places, states, strict=True):
+    for (row, channel), state, gate in zip(places, states, of_gates, strict=True):
         is_row = lanes.spread(lambda r: position, 0) >= 0
-        out_ref[pl.ds((first_row + row) * job.channels + channel, LANES)] = lanes.finish(
-            state, is_row, job.dtype
-        )
+        out = lanes.finish(state, is_row, job.dtype)
+        if gate is not None:
+            out = lanes.gated(gate, out)
+        out_ref[pl.ds((first_row + row) * job.channels + channel, LANES)] = out
 
 
 def _send_to_leader(

@@ -200,6 +200,7 @@ class Memory:
         table: Of pages, or the list of runs.
         num_entries: Of that list.
         layer: Which layer's pages.
+        gates: Of the output, or None.
         results: What the schedule writes.
         slots: Shared memory.
         barriers: Of the slots.
@@ -213,6 +214,7 @@ class Memory:
     table: Any
     num_entries: Any
     layer: Any
+    gates: Any
     results: list
     slots: RunSlots
     barriers: RunBarriers
@@ -284,6 +286,7 @@ class Operands:
         layer: Which layer's pages.
         prefetch: Weights that CTAs ask into the L2 cache, or None.
         sinks: Of the query heads, [H], or None; `merge_splits` alone takes them.
+        gates: Rows whose last columns are gates of the output, or None; for clusters.
     """
 
     queries: tuple
@@ -294,6 +297,7 @@ class Operands:
     layer: jax.Array
     prefetch: Any = None
     sinks: Any = None
+    gates: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,6 +336,7 @@ class _Arrays(NamedTuple):
     num_entries: Any  # [1] int32
     layer: Any  # [1] int32
     prefetch: Any  # weights, or None
+    gates: Any  # [B T, .], or None
 
 
 class _Shared(NamedTuple):
@@ -401,7 +406,7 @@ def launch(
         memory = Memory(
             queries=list(arrays.queries), pages=arrays.pages, positions=arrays.positions,
             table=arrays.table, num_entries=arrays.num_entries, layer=arrays.layer,
-            results=results, barriers=shared.barriers,
+            gates=arrays.gates, results=results, barriers=shared.barriers,
             slots=shared.slots._replace(q=q, kept_results=kept_results, weights=weights),
             ask_ahead=functools.partial(ask_ahead, arrays.prefetch),
         )  # fmt: skip
@@ -410,7 +415,7 @@ def launch(
     arrays = _Arrays(
         queries=operands.queries, pages=operands.page_rows, positions=operands.row_positions,
         table=schedule.table, num_entries=schedule.num_entries, layer=operands.layer.reshape(1),
-        prefetch=operands.prefetch,
+        prefetch=operands.prefetch, gates=operands.gates,
     )  # fmt: skip
     is_clustered = schedule.cluster > 1
     [results] = plgpu.kernel(

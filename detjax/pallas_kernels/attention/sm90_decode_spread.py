@@ -52,6 +52,7 @@ class _Arrays(NamedTuple):
     table: Any  # [B, n] int32
     layer: Any  # [1] int32
     prefetch: Any  # weights, or None
+    gates: Any  # [B, .], or None
 
 
 class _Sent(NamedTuple):
@@ -446,7 +447,7 @@ class _Cta:
                 self.exchange.meet(2, 0, self.turns.num_splits * a_split)
             merge_splits(
                 job, self.sent.outs, self.sent.scales, self.out, self.place.here,
-                self.turns.last, 0, self.turns.num_splits,
+                self.turns.last, 0, self.turns.num_splits, gates=self.arrays.gates,
             )  # fmt: skip
 
 
@@ -593,7 +594,7 @@ def attend_spread(job: Job, operands: Operands) -> jax.Array:
         _Arrays(
             new=operands.queries, pages=operands.page_rows, positions=operands.row_positions,
             table=operands.page_table, layer=operands.layer.reshape(1),
-            prefetch=operands.prefetch,
+            prefetch=operands.prefetch, gates=operands.gates,
         )
     )  # fmt: skip
     return out
