@@ -11,7 +11,7 @@ import jax
 
 from detjax.array_types import Activation, Array
 from detjax.models.config import LinearAttentionConfig
-from detjax.models.layers import ForwardContext, Tokens
+from detjax.models.layers import ForwardContext, Tokens, prefetched
 from detjax.models.pages import HybridPages
 from detjax.models.taps import Share
 from detjax.pallas_kernels.delta_rule.api import delta_rule
@@ -41,6 +41,12 @@ def gates_of(sizes: LinearAttentionConfig, weights: dict) -> tuple[jax.Array, ja
     """A and step of each head of values, [K, G], head of keys by head of keys."""
     decay, step = (weights[n].reshape(-1, sizes.group) for n in ("linear_decay", "linear_step"))
     return decay, step
+
+
+def _behind(weights: dict) -> tuple:
+    """Matrices of the next products whose rows are known before any token is routed."""
+    found = (prefetched(weights.get(name)) for name in ("linear_o", "shared_gate_up"))
+    return tuple(w for w in found if w is not None)
 
 
 def linear_attend(
@@ -77,6 +83,8 @@ def linear_attend(
         tokens.positions,
         layer=config.cache_index(layer_idx),
         backend=ctx.backend,
-        norm=OutputNorm(gain=weights["linear_norm"], eps=config.rms_norm_eps),
+        norm=OutputNorm(
+            gain=weights["linear_norm"], eps=config.rms_norm_eps, prefetch=_behind(weights)
+        ),
     )
     return dataclasses.replace(cache, rows=row_pages, states=state_pages), heads

@@ -220,8 +220,8 @@ class KernelSet(Protocol):
 
     def rope_attention(
         self, qkv, rotation: Rotation, place: CachePlace,
-        *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-        sinks=None, is_gated: bool = False,
+        *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+        is_gated: bool = False,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """See `attention.api.rope_attention`."""
         ...

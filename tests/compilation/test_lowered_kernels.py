@@ -76,7 +76,7 @@ def decode_step(num_pages: int = 2):
         for layer in range(2):
             out, pages = attention.rope_attention(
                 qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer),
-                num_heads=8, window=None, eps=1e-5, profile=NumericsProfile(),
+                window=None, eps=1e-5, profile=NumericsProfile(),
             )  # fmt: skip
             rows = out.reshape(out.shape[0], -1)
             qkv = linear(rows, w, out_dtype=BF16, backend=Backend.SM90).reshape(qkv.shape)

@@ -53,7 +53,7 @@ def attend(batch, num_pages=9):
     def run(qkv, cos, sin, pages, table, positions):
         return attention.rope_attention(
             qkv, Rotation(cos, sin), CachePlace(pages, table, positions, layer=1),
-            num_heads=32, window=None, eps=1e-5, profile=NumericsProfile(),
+            window=None, eps=1e-5, profile=NumericsProfile(),
         )  # fmt: skip
 
     return run, (

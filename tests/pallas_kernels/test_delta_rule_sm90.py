@@ -19,6 +19,7 @@ from detjax.pallas_kernels.delta_rule.sm90_plan import begin_of, plan_sequences
 from detjax.pallas_kernels.output_gate import api as gate_api
 from detjax.pallas_kernels.output_gate import portable as portable_gate
 from detjax.pallas_kernels.output_gate import sm90 as output_gate
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
 from detjax.testing.bitwise import (
     assert_bitwise_equal,
     assert_order_sensitive,
@@ -558,6 +559,31 @@ def test_a_step_has_the_bits_of_the_kernels_for_several_tokens(group):
     planted(cache, table[4, 0])
     other = cache.step(new[:, :1], at[:, :1], table)
     assert count_different_bits(other, want[0][:, :1]) > 0, "the probe: it does read that state"
+
+
+@pytest.mark.gpu
+@pytest.mark.invariance
+@pytest.mark.parametrize("batch", (1, 4, 5))
+def test_weights_that_are_asked_for_change_no_bit(batch):
+    """Of one sequence, of as many as are one wave, and of more, which ask for none."""
+    assert (batch * QWEN35.keys * QWEN35.group <= NUM_SMS) == (batch <= 4)
+    table, found = np.arange(batch)[:, None], []
+    weights = jnp.ones((4096, 2048), BF16), jnp.ones((1024, 2048), BF16), jnp.ones((64, 64), BF16)
+    for behind in ((), weights):
+        cache = Cache(QWEN35, batch, has_norm=True)
+        cache.norm = dataclasses.replace(cache.norm, prefetch=behind)
+        steps = [
+            cache.step(
+                np.stack([tokens_of(QWEN35, 3, 20 + i)[at : at + 1] for i in range(batch)]),
+                np.full((batch, 1), at),
+                table,
+            )
+            for at in range(3)
+        ]
+        found.append((*steps, np.asarray(cache.states[1, :, 0])))
+    for asked, plain in zip(*found, strict=True):
+        assert count_different_bits(asked, plain) == 0
+    assert count_different_bits(found[0][0], found[0][1]) > 0, "the probe: tokens differ"
 
 
 @pytest.mark.gpu

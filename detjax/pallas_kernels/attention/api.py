@@ -6,7 +6,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens, num_query_heads
+from detjax.pallas_kernels.rope.rotation import Rotation, check_tokens, num_gated_heads
 
 
 def attention(
@@ -126,17 +126,11 @@ def rope_attention(
     Reference:
         Those of `rope_into_cache`, `attention` and `sigmoid_gate`.
     """
-    num_heads = num_query_heads(qkv, place.pages, None)
-    if is_gated:
-        if num_heads % 2:
-            raise ValueError(f"{qkv.shape=} must have as many gates as query heads: {num_heads=}")
-        num_heads //= 2
     check_tokens(qkv, *rotation, *place[:3])
-    _check(place.pages, num_heads, profile)
+    _check(place.pages, num_gated_heads(qkv, place.pages, is_gated), profile)
     return KERNELS[backend].rope_attention(
         qkv, rotation, place,
-        num_heads=num_heads, window=window, eps=eps, profile=profile, prefetch=prefetch,
-        sinks=sinks, is_gated=is_gated,
+        window=window, eps=eps, profile=profile, prefetch=prefetch, sinks=sinks, is_gated=is_gated,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from detjax.pallas_kernels.float8_cache import widened
 from detjax.pallas_kernels.output_gate.portable import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.rope.portable import rope_into_cache
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, num_gated_heads
 
 
 def _merge(state, other, is_live):
@@ -209,11 +209,12 @@ def _attention(
 
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
-    *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None, is_gated: bool = False,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+    is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
+    num_heads = num_gated_heads(qkv, place.pages, is_gated)
     q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     place = place._replace(pages=pages)

@@ -12,7 +12,7 @@ from detjax.pallas_kernels.output_gate.reference import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
 from detjax.pallas_kernels.reference_library import call
 from detjax.pallas_kernels.rope.reference import rope_into_cache
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, num_gated_heads
 
 
 def attention(
@@ -59,11 +59,12 @@ def attention(
 
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
-    *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None, is_gated: bool = False,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+    is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`."""
     del prefetch
+    num_heads = num_gated_heads(qkv, place.pages, is_gated)
     q, pages = rope_into_cache(qkv, rotation, place, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     place = place._replace(pages=pages)

@@ -30,7 +30,7 @@ from detjax.pallas_kernels.attention.sm90_prefill import PrefillConfig, prefill
 from detjax.pallas_kernels.float8_cache import holds_float8
 from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
-from detjax.pallas_kernels.rope.rotation import Rotation
+from detjax.pallas_kernels.rope.rotation import Rotation, num_gated_heads
 from detjax.pallas_kernels.rope.sm90 import rope_into_cache
 from detjax.pallas_kernels.sm90_hardware import LANES, NUM_SMS
 
@@ -137,8 +137,8 @@ def attention(
 
 def rope_attention(
     qkv, rotation: Rotation, place: CachePlace,
-    *, num_heads: int, window: int | None, eps: float, profile: NumericsProfile, prefetch=None,
-    sinks=None, is_gated: bool = False,
+    *, window: int | None, eps: float, profile: NumericsProfile, prefetch=None, sinks=None,
+    is_gated: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `api.rope_attention`.
 
@@ -155,6 +155,7 @@ def rope_attention(
     _check(qkv, pages, profile)
     batch, query_len = place.positions.shape
     kv_heads, channels = pages.shape[3], pages.shape[5]
+    num_heads = num_gated_heads(qkv, pages, is_gated)
     group = num_heads // kv_heads
     place = place._replace(layer=jnp.int32(place.layer))
     has_fused_kernel = FUSE_ROPE and qkv.dtype == jnp.bfloat16

@@ -42,6 +42,14 @@ from detjax.pallas_kernels.delta_rule.sm90_recurrence import (
 )
 from detjax.pallas_kernels.delta_rule.sm90_rows import VEC_LEN, index, keep_count, read_count
 from detjax.pallas_kernels.hopper_sums import row_sum
+from detjax.pallas_kernels.sm90_hardware import NUM_SMS
+from detjax.pallas_kernels.sm90_prefetch import ask_for
+
+PREFETCHED = 6 << 20
+"""Bytes that a launch asks into the L2 cache of each matrix behind it, if its CTAs are one wave.
+
+Decode of one sequence, Qwen3.5-35B-A3B: 2.309 ms a step, 2.328 without, 2.359 with 16 MiB.
+"""
 
 SWIZZLED_ROWS = 8
 """Rows of a slice after which the swizzle of 128 bytes repeats."""
@@ -159,15 +167,17 @@ def step_states(
     """
     batch, num_states, dim = len(plan), states_ref.shape[2], projected.key_dim
     num_heads, dtype = projected.num_heads * projected.group, pages_ref.dtype
+    num_ctas = batch * num_heads
     num_slices, page_len = dim // SLICE, pages_ref.shape[4]
     make = functools.partial(rows.tile_of_rows, is_interpreted=interpret)
     tile = make(SLICE, lanes=LANES, vec_len=VEC_LEN)
     token_tile = make(rows.LANES * VEC_LEN // dim, lanes=dim // VEC_LEN, vec_len=VEC_LEN)
     line, shape = tile.per_row, (SLICE, dim)
-    form = row_sum(dim)
+    form, asked = row_sum(dim), norm.prefetch if num_ctas <= NUM_SMS and not interpret else ()
     norm_tile = make(1, lanes=form.lanes, vec_len=form.vec_len)
 
-    def body(of_token, gain_gmem, pages_gmem, states_gmem, plan_gmem, layer_gmem, out_gmem, memory):
+    def body(of_token, of_norm, pages_gmem, states_gmem, plan_gmem, layer_gmem, out_gmem, memory):
+        gain_gmem, next_gmem = of_norm
         projected_gmem, filters_gmem, gates_gmem = of_token
         value_head, layer = lax.axis_index("head"), layer_gmem[0]
         head, inner = lax.div(value_head, projected.group), lax.rem(value_head, projected.group)
@@ -222,6 +232,8 @@ def step_states(
             count = read_count(pages_gmem, page, of_count, block)
             numbers = token.load(position, is_new=True)
             begin = begin_of(position, count)
+            for w_gmem in next_gmem:
+                ask_for(w_gmem, seq * num_heads + value_head, num_ctas, num_bytes=PREFETCHED)
 
             @pl.when(begin < position)
             def _from_the_start():
@@ -289,7 +301,7 @@ def step_states(
     return rows.run_kernel(
         body,
         (
-            (projected, filters, gates), norm.gain, pages_ref, states_ref,
+            (projected, filters, gates), (norm.gain, asked), pages_ref, states_ref,
             plan, layer.reshape(1),
         ),
         out=jax.ShapeDtypeStruct((batch, num_heads * dim), dtype),

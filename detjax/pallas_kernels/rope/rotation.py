@@ -46,6 +46,22 @@ def num_query_heads(
     return found if num_heads is None else num_heads
 
 
+def num_gated_heads(
+    qkv: Activation[Array, "M J C"], pages: Cached[Array, "L N 2 K P C"], is_gated: bool
+) -> int:
+    """How many heads are queries where as many gates stand behind the values, if there are gates.
+
+    Raises:
+        ValueError: If gates are not as many as queries.
+    """
+    found = num_query_heads(qkv, pages, None)
+    if not is_gated:
+        return found
+    if found % 2:
+        raise ValueError(f"{qkv.shape=} must have a gate for each query head: {pages.shape=}")
+    return found // 2
+
+
 def check_tokens(
     qkv: Activation[Array, "M J C"],
     cos: Float32[Array, "M half"],
