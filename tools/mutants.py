@@ -696,8 +696,8 @@ MUTANTS = (
             ),
             Edit(
                 where=f"{KERNELS}/attention/reference.py",
-                old="window=window, profile=profile, sinks=sinks), pages",
-                new="window=window, profile=profile, sinks=sinks), float8_cache.narrow_rows(pages)",
+                old="    return out, pages",
+                new="    return out, float8_cache.narrow_rows(pages)",
             ),
         ),
         tests=(f"{FLOAT8_CACHE}::test_every_query_attends_to_rounded_keys_of_its_own_chunk_too",),
