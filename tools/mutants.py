@@ -683,6 +683,21 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="gates-of-another-token",
+        fault="a cluster gates all tokens of a window by the gates of the first",
+        edits=(
+            Edit(
+                where=f"{KERNELS}/attention/sm90_decode_cluster.py",
+                old="                    seq * job.query_len + token,\n",
+                new="                    seq * job.query_len,\n",
+            ),
+        ),
+        tests=(
+            "tests/pallas_kernels/test_attention_sm90.py"
+            "::test_gates_inside_decode_have_the_bits_of_a_launch_of_their_own",
+        ),
+    ),
+    Mutant(
         name="unrounded-keys-of-a-chunk",
         fault="a chunk attends to its own keys and values before they are rounded to float8",
         edits=(

@@ -389,15 +389,16 @@ def test_what_stands_behind_values_is_not_read():
     assert_same(gated.at_once(is_interpreted=True), expected, "one kernel")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "group", "counts", "options"),
-    [
-        (256, 2, [1, 1, 1], {"cluster": 4, "spread": True}),
-        (128, 4, [1, 1, 1], {"cluster": 2}),
-        (64, 4, [3, 1, 3], {"cluster": 2}),  # two heads a vector, windows
-        (128, 4, [1, 1, 1], {}),  # a launch for the gates
-    ],
+    quick_and_slow(
+        [(64, 4, [3, 1, 3], {"cluster": 2})],  # two heads a vector, windows
+        [
+            (256, 2, [1, 1, 1], {"cluster": 4, "spread": True}),
+            (128, 4, [1, 1, 1], {"cluster": 2}),
+            (128, 4, [1, 1, 1], {}),  # a launch for the gates
+        ],
+    ),
     ids=str,
 )
 def test_gates_inside_decode_have_the_bits_of_a_launch_of_their_own(
