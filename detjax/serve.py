@@ -260,6 +260,7 @@ def _start(args: argparse.Namespace, job: JobSpec | None, listener: socket.socke
     except ImportError as error:
         raise ImportError(f'{error}; pip install "detjax[serve]"') from error
     if args.warm:
+        log_to_stderr(args.log_level)
         print(warm(args))
         return OK
     if listener is None:

@@ -119,11 +119,14 @@ def warm(args: argparse.Namespace) -> str:
     args.no_compile, begin_s = True, time.perf_counter()
     llm = open_llm(args)
     lines = [f"{'program':<60} ready after, s"]
+    console = rich.console.Console(stderr=True)
+    with show_stages(COMPILE_STAGES, console, LOG.info) as (show, checked):
 
-    def compiled(what: str, done: int, total: int) -> None:
-        lines.append(f"{what:<60} {time.perf_counter() - begin_s:.2f}")
+        def compiled(what: str, done: int, total: int) -> None:
+            lines.append(f"{what:<60} {time.perf_counter() - begin_s:.2f}")
+            show(what, done, total)
 
-    llm.engine.compile(compiled)
+        llm.engine.compile(compiled, checked=checked)
     return "\n".join([*lines, f"{len(lines) - 1} programs"])
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--warm`: programs are compiled ahead and kept, and nothing is computed."""
 
+import argparse
+import contextlib
 import os
 import re
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 import detjax
 from detjax import serve
 from detjax.cli import errors
+from detjax.server import server
 
 
 def test_it_compiles_everything_and_ends(command, capsys):
@@ -42,6 +45,30 @@ def test_what_does_not_go_with_it_is_refused(command, capsys, options, says):
 def test_a_server_that_keeps_nothing_cannot_be_warmed(capsys):
     assert serve.main(["--warm", "--cache-dir", "none"]) == errors.BAD_INPUT
     assert "--warm compiles programs and keeps them" in capsys.readouterr().err
+
+
+def test_a_server_that_is_warmed_says_how_far_it_is(monkeypatch):
+    """Of both stages, beside the table that it prints."""
+
+    class Compiled:
+        def __init__(self):
+            self.engine = self
+
+        def compile(self, compiled, *, checked):
+            compiled("decode 1x1", 1, 1)
+            checked("decode 1x1", 1, 1)
+
+    llm, stages = Compiled(), []
+
+    @contextlib.contextmanager
+    def show_stages(names, console, say):
+        yield [lambda what, done, total, name=name: stages.append((name, what)) for name in names]
+
+    monkeypatch.setattr(server, "open_llm", lambda args: llm)
+    monkeypatch.setattr(server, "show_stages", show_stages)
+    table = server.warm(argparse.Namespace(no_compile=False)).splitlines()
+    assert [line.split("  ")[0] for line in table] == ["program", "decode 1x1", "1 programs"]
+    assert stages == [("compiling programs", "decode 1x1"), ("checking programs", "decode 1x1")]
 
 
 @pytest.mark.slow
