@@ -15,6 +15,7 @@ import pytest
 
 import detjax
 from detjax.cli.parser import make_parser as make_generate_parser
+from detjax.cli.vllm_flags import IN_PLACE_OF
 from detjax.engine.metrics import EngineStats
 from detjax.serve import make_parser as make_serve_parser
 from detjax.server.metrics import EngineCollector
@@ -213,6 +214,9 @@ def test_options_that_stand_for_those_of_vllm_exist():
     flags = {flag for action in make_serve_parser()._actions for flag in action.option_strings}
     names = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row[1])}
     assert len(names) > 25 and names <= flags, names - flags
+    theirs = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row[0])}
+    assert theirs.isdisjoint(IN_PLACE_OF.keys() & flags), "ours need no hint"
+    assert IN_PLACE_OF.keys() <= theirs, IN_PLACE_OF.keys() - theirs
     fields = set(detjax.SamplingParams.__dataclass_fields__)
     _, _, sampling = text.partition("vLLM's `SamplingParams`")
     table = sampling.partition("\n\n")[0]

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 from detjax import __version__
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import CONFIG, GPU_MEMORY_UTILIZATION, MODEL, PROMPT, Option, flag_like
+from detjax.cli.vllm_flags import hints
 from detjax.models.hub import check_model
 
 
@@ -60,8 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         first = rest.split("=")[0].split(" ")[0]
         near = self._nearest(first)
         hint = f"; did you mean {near}?" if near else "; see --help"
-        if first and not first.startswith("-") and "--prompt" in self._option_string_actions:
-            hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
+        if of_vllm := list(hints(rest.split(), self._option_string_actions)):
+            hint = "".join(f"; {one}" for one in of_vllm)
+        elif first and not first.startswith("-"):
+            if PROMPT.flag in self._option_string_actions:
+                hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
+            elif MODEL.flag in self._option_string_actions:
+                hint = f"; a model is an option: {MODEL.flag} {first!r}"
         raise InputError(message.removeprefix("argument ") + hint)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from detjax import generate
+from detjax import generate, serve
 from detjax.cli import errors
 
 
@@ -126,9 +126,15 @@ from detjax.cli import errors
         (("--prompt", "a", "--temp", "3"), "did you mean --temperature?"),
         (("--prompt", "a", "--beam-width", "3"), "--beam-width 3; see --help"),
         (("--prompt", "a", "--device", "3"), "--device 3; see --help"),
+        (("--prompt", "a", "--enforce-eager"), "--enforce-eager; see --help"),  # the server's hint
         (("--prompt", "a", "--json-schema", "{"), "error: --json-schema is not JSON: Expecting"),
         (("--prompt", "a", "--regex", "("), "error: --regex is refused: "),
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
+        (
+            ("--prompt", "a", "--trust_remote_code", "--swap-space=4"),
+            "; leave --trust-remote-code out, as no code of a checkpoint is run; leave "
+            "--swap-space out, as keys and values stay in the memory of the GPU",
+        ),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
         (("--prompt", "a", "--max-len", "65"), "context of 64 tokens; give at most 64"),
         (
@@ -147,6 +153,23 @@ def test_bad_input_is_one_line_on_stderr(command, capsys, argv, says):
     assert command(*argv) == errors.BAD_INPUT
     out, err = capsys.readouterr()
     assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ("--enforce-eager", "--tool-call-parser", "hermes"),
+            "; use --no-compile in place of --enforce-eager, as programs are then compiled when "
+            "first needed; leave --tool-call-parser out, as calls and reasoning are read",
+        ),
+        (("org/model", "--max-len", "64"), "; a model is an option: --model 'org/model'"),
+    ],
+)
+def test_a_server_says_what_to_write_in_place_of_options_of_vllm(capsys, argv, says):
+    assert serve.main(argv) == errors.BAD_INPUT
+    err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
 
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to write in place of an option of vLLM that a command does not have."""
+
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+
+class _Answer(NamedTuple):
+    """Why there is no such option, and what to use; None where it is only to be left out."""
+
+    reason: str
+    use: str | None = None
+
+
+_BY_TEMPLATE = _Answer("calls and reasoning are read as the model's chat template writes them")
+_NO_TEXT = _Answer("texts of requests are logged only with --log-prompts")
+
+IN_PLACE_OF = {
+    "--block-size": _Answer("a page of the cache has 128 tokens"),
+    "--cpu-offload-gb": _Answer("weights stay in the memory of the GPU"),
+    "--disable-log-requests": _NO_TEXT,
+    "--distributed-executor-backend": _Answer("one process has all GPUs of a host"),
+    "--enable-auto-tool-choice": _BY_TEMPLATE,
+    "--enable-chunked-prefill": _Answer("prompts are always computed in chunks"),
+    "--enable-log-requests": _Answer("it also logs the text of each prompt", "--log-prompts"),
+    "--enable-prefix-caching": _Answer("the prefix cache is always on"),
+    "--enforce-eager": _Answer("programs are then compiled when first needed", "--no-compile"),
+    "--load-format": _Answer("weights are read from safetensors"),
+    "--no-enable-log-requests": _NO_TEXT,
+    "--no-enable-prefix-caching": _Answer("the cache is always on", "a cache_salt in each request"),
+    "--pipeline-parallel-size": _Answer("GPUs share each layer, or have replicas", "--tp or --dp"),
+    "--quantization": _Answer("the scheme is read from the checkpoint"),
+    "--reasoning-parser": _BY_TEMPLATE,
+    "--seed": _Answer("each request gives its own", "the field seed"),
+    "--swap-space": _Answer("keys and values stay in the memory of the GPU"),
+    "--tokenizer": _Answer("the tokenizer is that of the model"),
+    "--tool-call-parser": _BY_TEMPLATE,
+    "--trust-remote-code": _Answer("no code of a checkpoint is run"),
+}
+"""Options of `vllm serve` 0.26."""
+
+
+def hints(words: Sequence[str], known: Container[str]) -> Iterator[str]:
+    """What to do about each of vLLM's options among words that a parser does not know.
+
+    Args:
+        words: As they were given.
+        known: Options of the parser; no other is a hint.
+    """
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if (answer := IN_PLACE_OF.get(flag)) is None:
+            continue
+        if answer.use is None:
+            yield f"leave {flag} out, as {answer.reason}"
+        elif all(used in known for used in answer.use.split() if used.startswith("--")):
+            yield f"use {answer.use} in place of {flag}, as {answer.reason}"
