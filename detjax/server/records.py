@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies and queries as typed records; an error names the field."""
 
+import difflib
 import functools
 import re
 import typing
@@ -33,7 +34,7 @@ def parse[T: msgspec.Struct](body: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(body, type=kind)
         return msgspec.convert(_less_nulls(msgspec.json.decode(body), kind), kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error, _untyped(body)) from error
+        raise _invalid(error, _untyped(body), kind) from error
     except RecursionError as error:
         raise RefusedError("the body has too many brackets within brackets") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -78,7 +79,7 @@ def convert[T: msgspec.Struct](value: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(_less_nulls(value, kind), kind)
     except msgspec.ValidationError as error:
-        raise _invalid(error, value) from error
+        raise _invalid(error, value, kind) from error
 
 
 def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
@@ -101,13 +102,39 @@ def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(error, given) from error
+        raise _invalid(error, given, kind) from error
 
 
-def _invalid(error: msgspec.ValidationError, given: Any) -> RefusedError:
+NAMES_OF_OTHERS = {
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "json_schema": "structured_outputs.json",
+    "max_new_tokens": "max_tokens",
+    "regex": "structured_outputs.regex",
+    "stop_sequences": "stop",
+}
+"""Fields of other servers, and of vLLM before 0.12, with those that mean the same here."""
+
+
+def _in_its_place(field: str, kind: type[msgspec.Struct]) -> str:
+    """What to do about a field that a record does not have."""
+    known = [its.encode_name for its in msgspec.structs.fields(kind)]
+    use = NAMES_OF_OTHERS.get(field, "")
+    if use.partition(".")[0] in known:
+        return f"use {use} in its place"
+    near = difflib.get_close_matches(field, known, n=1, cutoff=0.8)
+    return f"did you mean {near[0]}?" if near else "leave it out"
+
+
+def _invalid(
+    error: msgspec.ValidationError, given: Any, kind: type[msgspec.Struct]
+) -> RefusedError:
     message, field = str(error), _field_of(str(error))
     if "unknown field" in message:
-        message = f"unknown field {field!r}: detjax would have to ignore it; leave it out"
+        hint = _in_its_place(field, kind)
+        message = f"unknown field {field!r:.80}: detjax would have to ignore it; {hint}"
     elif field and "missing" not in message:
         shown = "" if given is None else f"={_shown(given, field)}"
         message = f"{field}{shown}: {message.partition(' - at ')[0]}"

@@ -11,8 +11,8 @@ import pytest
 
 from detjax.server.chat_request import ChatRequest
 from detjax.server.errors import RefusedError
-from detjax.server.protocol import CompletionRequest, sampling_params
-from detjax.server.records import parse
+from detjax.server.protocol import CompletionRequest, StructuredOutputs, sampling_params
+from detjax.server.records import NAMES_OF_OTHERS, parse
 from detjax.server.responses import ResponsesRequest
 
 OPENAI = {
@@ -123,6 +123,30 @@ def test_a_null_asks_for_nothing_whatever_its_name(kind):
         assert parse(json.dumps(REQUIRED[kind] | {name: None}).encode(), kind) == plain
         with pytest.raises(RefusedError, match=f"unknown field '{name}'"):
             parse(json.dumps(REQUIRED[kind] | {name: {}}).encode(), kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("guided_choice", "use structured_outputs.choice in its place"),
+        ("max_new_tokens", "use max_tokens in its place"),
+        ("max_tokenz", "did you mean max_tokens?"),
+        ("beam_width", "leave it out"),
+        ("x" * 100_000, "leave it out"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_what_to_send_in_its_place(name, hint):
+    with pytest.raises(RefusedError, match="detjax would have to ignore it") as error:
+        parse(body(**{name: ["a"]}), CompletionRequest)
+    assert str(error.value).endswith(f"; {hint}")
+
+
+def test_fields_of_other_servers_are_none_of_ours_and_stand_for_fields_that_exist():
+    ours = set(CompletionRequest.__struct_fields__)
+    parts = set(StructuredOutputs.__struct_fields__)
+    for name, use in NAMES_OF_OTHERS.items():
+        field, _, part = use.partition(".")
+        assert name not in ours and field in ours and (not part or part in parts), name
 
 
 def test_a_seed_of_minus_one_is_drawn_and_no_top_logprobs_need_no_logprobs():
