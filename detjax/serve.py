@@ -227,7 +227,9 @@ _AT_LEAST_1 = (
 
 def make_parser() -> CommandParser:
     """The command line."""
-    parser = CommandParser("serve", description=description_of(__doc__), epilog=EXAMPLES)
+    parser = CommandParser(
+        "serve", description=description_of(__doc__), epilog=EXAMPLES, stands_for_vllm=True
+    )
     add_options(parser, "model", MODEL_OPTIONS)
     add_options(parser, ENGINE_TITLE, ENGINE_OPTIONS)
     add_options(parser, "several processes", options.JOB)

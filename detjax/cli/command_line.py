@@ -29,6 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         epilog: str,
         usage: str | None = None,
         only_given: bool = False,
+        stands_for_vllm: bool = False,
     ):
         """Make a parser with `--help`, `--version` and `--config`.
 
@@ -38,7 +39,9 @@ class CommandParser(argparse.ArgumentParser):
             epilog: Examples and exit codes.
             usage: In place of the list of all options.
             only_given: The parsed arguments have no defaults.
+            stands_for_vllm: The command stands for `vllm serve`, whose options get a hint.
         """
+        self._stands_for_vllm = stands_for_vllm
         super().__init__(
             prog=f"python -m detjax.{verb}",
             usage=usage,
@@ -61,12 +64,13 @@ class CommandParser(argparse.ArgumentParser):
         first = rest.split("=")[0].split(" ")[0]
         near = self._nearest(first)
         hint = f"; did you mean {near}?" if near else "; see --help"
-        if of_vllm := list(hints(rest.split(), self._option_string_actions)):
+        of_vllm = hints(rest.split()) if self._stands_for_vllm and first.startswith("-") else []
+        if of_vllm:
             hint = "".join(f"; {one}" for one in of_vllm)
         elif first and not first.startswith("-"):
             if PROMPT.flag in self._option_string_actions:
                 hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
-            elif MODEL.flag in self._option_string_actions:
+            elif self._stands_for_vllm and "/" in first:
                 hint = f"; a model is an option: {MODEL.flag} {first!r}"
         raise InputError(message.removeprefix("argument ") + hint)
 

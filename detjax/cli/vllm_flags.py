@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to write in place of an option of vLLM that a command does not have."""
+"""What to write in place of an option of vLLM that the server does not have."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -17,9 +17,11 @@ _NO_TEXT = _Answer("texts of requests are logged only with --log-prompts")
 
 IN_PLACE_OF = {
     "--block-size": _Answer("a page of the cache has 128 tokens"),
-    "--cpu-offload-gb": _Answer("weights stay in the memory of the GPU"),
+    "--cpu-offload-gb": _Answer("a server that answers has all weights in the memory of the GPU"),
     "--disable-log-requests": _NO_TEXT,
-    "--distributed-executor-backend": _Answer("one process has all GPUs of a host"),
+    "--distributed-executor-backend": _Answer(
+        "a process drives all its GPUs, and --coordinator joins several"
+    ),
     "--enable-auto-tool-choice": _BY_TEMPLATE,
     "--enable-chunked-prefill": _Answer("prompts are always computed in chunks"),
     "--enable-log-requests": _Answer("it also logs the text of each prompt", "--log-prompts"),
@@ -40,18 +42,16 @@ IN_PLACE_OF = {
 """Options of `vllm serve` 0.26."""
 
 
-def hints(words: Sequence[str], known: Container[str]) -> Iterator[str]:
-    """What to do about each of vLLM's options among words that a parser does not know.
-
-    Args:
-        words: As they were given.
-        known: Options of the parser; no other is a hint.
-    """
+def hints(words: Sequence[str]) -> list[str]:
+    """What to do about each of vLLM's options among words that the server does not know."""
+    found = {}
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
-        if (answer := IN_PLACE_OF.get(flag)) is None:
-            continue
-        if answer.use is None:
-            yield f"leave {flag} out, as {answer.reason}"
-        elif all(used in known for used in answer.use.split() if used.startswith("--")):
-            yield f"use {answer.use} in place of {flag}, as {answer.reason}"
+        if answer := IN_PLACE_OF.get(flag):
+            how = (
+                f"leave {flag} out"
+                if answer.use is None
+                else f"use {answer.use} in place of {flag}"
+            )
+            found[flag] = f"{how}, as {answer.reason}"
+    return list(found.values())

@@ -13,6 +13,9 @@ from starlette.datastructures import QueryParams
 
 from detjax.server.errors import RefusedError
 
+MAX_NAME = 64
+"""Characters of an unknown field for which a field of nearly that name is looked for."""
+
 MAX_PARTS = 200_000
 """Brackets and keys of a body: parsing so many takes 40 ms, in which nobody else is answered."""
 
@@ -106,25 +109,27 @@ def read_query[T: msgspec.Struct](query: QueryParams, kind: type[T]) -> T:
 
 
 NAMES_OF_OTHERS = {
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "json_schema": "structured_outputs.json",
-    "max_new_tokens": "max_tokens",
-    "regex": "structured_outputs.regex",
-    "stop_sequences": "stop",
+    "guided_choice": ("structured_outputs.choice",),
+    "guided_grammar": ("structured_outputs.grammar",),
+    "guided_json": ("structured_outputs.json",),
+    "guided_regex": ("structured_outputs.regex",),
+    "json_schema": ("structured_outputs.json",),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "regex": ("structured_outputs.regex",),
+    "stop_sequences": ("stop",),
 }
 """Fields of other servers, and of vLLM before 0.12, with those that mean the same here."""
 
 
 def _in_its_place(field: str, kind: type[msgspec.Struct]) -> str:
-    """What to do about a field that a record does not have."""
+    """What to do about a field that a record does not have; `field` may be a path."""
     known = [its.encode_name for its in msgspec.structs.fields(kind)]
-    use = NAMES_OF_OTHERS.get(field, "")
-    if use.partition(".")[0] in known:
-        return f"use {use} in its place"
-    near = difflib.get_close_matches(field, known, n=1, cutoff=0.8)
+    for use in NAMES_OF_OTHERS.get(field, ()):
+        if use.partition(".")[0] in known:
+            return f"use {use} in its place"
+    # WHY: the search takes time by the length of what was sent.
+    is_name = "." not in field and len(field) <= MAX_NAME
+    near = difflib.get_close_matches(field, known, n=1, cutoff=0.8) if is_name else []
     return f"did you mean {near[0]}?" if near else "leave it out"
 
 

@@ -420,7 +420,8 @@ def test_a_step_of_a_hybrid_copies_no_cache_and_spills_in_attention_alone(name):
     }  # fmt: skip
     of_rows = {"detjax_delta_step"} if "decode" in name else several
     assert names & (several | {"detjax_delta_step"}) == of_rows
-    assert "detjax_sigmoid_gate" in names
+    # A cluster, which few sequences have, gates what it merges.
+    assert ("detjax_sigmoid_gate" in names) == (name != "qwen35_decode_one")
 
 
 @pytest.mark.parametrize("name", ["qwen35_draft_window", "gemma3_draft_window"])

@@ -130,11 +130,7 @@ from detjax.cli import errors
         (("--prompt", "a", "--json-schema", "{"), "error: --json-schema is not JSON: Expecting"),
         (("--prompt", "a", "--regex", "("), "error: --regex is refused: "),
         (("The sea",), "a prompt is an option: --prompt 'The sea'"),
-        (
-            ("--prompt", "a", "--trust_remote_code", "--swap-space=4"),
-            "; leave --trust-remote-code out, as no code of a checkpoint is run; leave "
-            "--swap-space out, as keys and values stay in the memory of the GPU",
-        ),
+        (("what --seed does",), "a prompt is an option: --prompt 'what --seed does'"),
         (("--prompt", "a", "--model", ""), "--model is empty; give a folder, or a Hugging Face id"),
         (("--prompt", "a", "--max-len", "65"), "context of 64 tokens; give at most 64"),
         (
@@ -164,7 +160,13 @@ def test_bad_input_is_one_line_on_stderr(command, capsys, argv, says):
             "; use --no-compile in place of --enforce-eager, as programs are then compiled when "
             "first needed; leave --tool-call-parser out, as calls and reasoning are read",
         ),
+        (
+            ("--trust_remote_code", "--swap-space=4", "--swap-space", "4"),
+            "; leave --trust-remote-code out, as no code of a checkpoint is run; leave "
+            "--swap-space out, as keys and values stay in the memory of the GPU\n",
+        ),
         (("org/model", "--max-len", "64"), "; a model is an option: --model 'org/model'"),
+        (("64", "--max-len", "64"), "unrecognized arguments: 64; see --help"),
     ],
 )
 def test_a_server_says_what_to_write_in_place_of_options_of_vllm(capsys, argv, says):

@@ -259,7 +259,9 @@ def _merged(adapter: Adapter) -> LoadedModel:
     model = dummy_model(CONFIG)
     for i, layer in enumerate(model.params["layers"]):
         for name in ("qkv", "o", "gate_up", "down"):
-            ranks = [adapter.tensors[i, tensor] for tensor in TENSORS_OF[name]]
+            ranks = [
+                one for tensor in TENSORS_OF[name] if (one := adapter.tensors.get((i, tensor)))
+            ]
             added = [one.scale * one.b.astype(np.float32) @ one.a.astype(np.float32)
                      for one in ranks]  # fmt: skip
             wide = np.asarray(layer[name], np.float32) + np.concatenate(added)

@@ -21,6 +21,7 @@ from detjax.pallas_kernels.attention.reference import attention
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.float8_cache import narrow_rows, widened
 from detjax.pallas_kernels.rope.reference import rope_into_cache
+from detjax.pallas_kernels.rope.rotation import num_gated_heads
 from detjax.testing.adapters import random_adapter
 from detjax.testing.dummies import (
     answers,
@@ -157,10 +158,14 @@ def test_float8_is_another_profile_and_takes_half_of_the_bytes(backend):
     assert digests(sixteen, **SCHEDULES["batch"]) != alone(backend)
 
 
-def unrounded_chunk(qkv, rotation, place, *, window, eps, profile, prefetch=None, sinks=None):
+def unrounded_chunk(
+    qkv, rotation, place, *, window, eps, profile, prefetch=None, sinks=None, is_gated=False
+):
     """`rope_attention` whose new tokens see one another before they are rounded."""
+    assert not is_gated
     wide = place._replace(pages=widened(place.pages, qkv.dtype))
-    q, pages = rope_into_cache(qkv, rotation, wide, eps=eps)
+    num_heads = num_gated_heads(qkv, wide.pages, is_gated)
+    q, pages = rope_into_cache(qkv, rotation, wide, num_heads=num_heads, eps=eps)
     q = q.reshape(*place.positions.shape, *q.shape[1:])
     seen = wide._replace(pages=pages)
     return attention(q, seen, window=window, profile=profile, sinks=sinks), narrow_rows(pages)

@@ -132,6 +132,7 @@ def test_a_null_asks_for_nothing_whatever_its_name(kind):
         ("max_new_tokens", "use max_tokens in its place"),
         ("max_tokenz", "did you mean max_tokens?"),
         ("beam_width", "leave it out"),
+        ("max_tokenz" * 7, "leave it out"),  # longer than what is looked for
         ("x" * 100_000, "leave it out"),
     ],
 )
@@ -144,9 +145,16 @@ def test_an_unknown_field_is_refused_with_what_to_send_in_its_place(name, hint):
 def test_fields_of_other_servers_are_none_of_ours_and_stand_for_fields_that_exist():
     ours = set(CompletionRequest.__struct_fields__)
     parts = set(StructuredOutputs.__struct_fields__)
-    for name, use in NAMES_OF_OTHERS.items():
+    for name, (use, *others) in NAMES_OF_OTHERS.items():
         field, _, part = use.partition(".")
         assert name not in ours and field in ours and (not part or part in parts), name
+        assert set(others) <= set(ResponsesRequest.__struct_fields__), name
+
+
+def test_parts_of_a_field_are_not_taken_for_fields():
+    fields = {"structured_outputs": {"regexp": "a"}}
+    with pytest.raises(RefusedError, match="'structured_outputs.regexp'.*; leave it out"):
+        parse(body(**fields), CompletionRequest)
 
 
 def test_a_seed_of_minus_one_is_drawn_and_no_top_logprobs_need_no_logprobs():

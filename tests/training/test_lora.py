@@ -130,11 +130,11 @@ def test_a_trainers_logprobs_are_those_of_an_engine_with_the_adapter(model_named
 
 
 def rounding_bound(config, *, length: int) -> float:
-    """How much of its norm a gradient in float32 may be wrong by: n terms of sums, 2**-24 each.
+    """An estimate of how much of its norm a gradient in float32 may be wrong by.
 
-    A sum of n terms in any order is wrong by at most n 2**-24 of their magnitudes. A gradient
-    passes, forward and back, the sums of each layer's matrices, scores and values, and those of
-    the vocabulary.
+    A sum of n terms in any order is wrong by at most n 2**-24 of their magnitudes, which are here
+    taken to be those of the result. A gradient passes, forward and back, the sums of each layer's
+    matrices, scores and values, and those of the vocabulary.
     """
     heads, inner = config.num_heads * config.head_dim, config.intermediate_size
     forward = 2 * config.hidden_size + config.head_dim + length + heads + inner
