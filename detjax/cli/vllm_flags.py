@@ -48,10 +48,6 @@ def hints(words: Sequence[str]) -> list[str]:
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")
         if answer := IN_PLACE_OF.get(flag):
-            how = (
-                f"leave {flag} out"
-                if answer.use is None
-                else f"use {answer.use} in place of {flag}"
-            )
+            how = f"use {answer.use} in place of {flag}" if answer.use else f"leave {flag} out"
             found[flag] = f"{how}, as {answer.reason}"
     return list(found.values())
