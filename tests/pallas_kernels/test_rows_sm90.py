@@ -675,12 +675,13 @@ def test_vocabulary_kernels_are_bitwise_batch_invariant(vocab):
     top_k = np.resize(np.int32([vocab, 1, 50]), MOST)
     nucleus = (ranked, temperature, top_k, jnp.full((MOST,), 0.9, F32))
     check_rows(sampling.nucleus_sums, nucleus, f"nucleus_sums of {vocab}")
-    padded = jnp.where(jnp.arange(vocab) < vocab - 64, ranked, -jnp.inf)
-    counts = jnp.minimum(top_k, vocab - 64)
-    whole = sampling.nucleus_sums(padded, temperature, counts, nucleus[3])
-    part = sampling.nucleus_sums(ranked[:, : vocab - 64], temperature, counts, nucleus[3])
-    for a, b in zip(part, whole, strict=True):
-        assert_bitwise_equal(a, b[..., : a.shape[-1]], claim="a vocabulary of no whole blocks")
+    for num_tokens in (vocab - 64, vocab - 125):
+        padded = jnp.where(jnp.arange(vocab) < num_tokens, ranked, -jnp.inf)
+        counts = jnp.minimum(top_k, num_tokens)
+        whole = sampling.nucleus_sums(padded, temperature, counts, nucleus[3])
+        part = sampling.nucleus_sums(ranked[:, :num_tokens], temperature, counts, nucleus[3])
+        for a, b in zip(part, whole, strict=True):
+            assert_bitwise_equal(a, b[..., : a.shape[-1]], claim=f"{num_tokens} of {vocab} tokens")
 
 
 @pytest.mark.gpu

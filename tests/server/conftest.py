@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -35,6 +35,13 @@ class Running:
 
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, **({"timeout": 120} | options))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from detjax.server.options import WebOptions, web_options
 from detjax.server.service import ServiceState
 from detjax.server.turns import Hold
 
-from .conftest import Running, make_service, served
+from .conftest import Running, make_service, served, wait_for
 from .small import body, post, small_service
 
 ADMIN = {"Authorization": "Bearer admin"}
@@ -149,13 +149,6 @@ def num_cached(response: dict) -> int:
 
 def events(text: str) -> list[dict]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------------------- keys
