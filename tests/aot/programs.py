@@ -885,6 +885,7 @@ PROGRAMS = {
     "weight_window": weight_window,
     "weight_hash": weight_hash,
     "narrow_200": lambda: pressed("decode", rows=200, table_len=4, make_config=narrow),
+    "narrow_verify": lambda: pressed("verify", rows=8, length=8, table_len=8, make_config=narrow),
     "narrow_prefill": lambda: pressed(
         "prefill", rows=1, length=200, table_len=4, make_config=narrow
     ),

@@ -5,6 +5,7 @@ Compiled in a process each, since JAX chooses its platforms once.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,11 +49,14 @@ PROMPT_SHAPES = {"m64n8k16", "m64n256k16"}
 """Of a prompt's experts: the last layer has one row."""
 
 
-def compiled(name: str) -> dict:
+def compiled(name: str, *, dump_to: Path | None = None) -> dict:
+    """What `programs.py` finds; XLA leaves its own description in `dump_to`."""
     if name in MESH_PROGRAMS and (crash := aot.why_no_mesh()) is not None:
         pytest.skip(crash)
+    dump = f" --xla_dump_to={dump_to} --xla_dump_hlo_as_text" if dump_to else ""
     run = subprocess.run(
         [sys.executable, Path(__file__).with_name("programs.py"), name],
+        env=os.environ | {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + dump},
         capture_output=True,
         text=True,
         check=False,
@@ -437,6 +441,31 @@ def test_a_step_of_narrow_rows_copies_nothing(name):
     program = compiled(name)
     assert program["copies"] == program["faults"] == []
     assert "detjax_linear_combine" in {kernel["name"] for kernel in program["kernels"]}
+
+
+def readers_of_results(dumped: Path) -> list[int]:
+    """Kernels that read the memory of each result, before it is the result.
+
+    That memory is new in every step.
+    """
+    [assigned] = dumped.glob("*jit_local_step*gpu_after_optimizations-buffer-assignment.txt")
+    hlo = assigned.with_name(assigned.name.replace("-buffer-assignment", "")).read_text()
+    calls = [line.partition("custom-call(")[2] for line in hlo.splitlines()]
+    allocations = re.split(r"\n(?=allocation \d+: )", assigned.read_text())
+    found = []
+    for head, _, values in (one.partition("\n") for one in allocations):
+        if "maybe-live-out" in head and "parameter" not in head and "output shape" not in head:
+            names = re.findall(r"value: <\d+ ([\w.\-]+)[ {]", values)
+            found.append(sum(any(f"%{name}," in f"{call}," for name in names) for call in calls))
+    return found
+
+
+@pytest.mark.parametrize("name", ["narrow_verify", "decode_step"])
+def test_few_kernels_read_memory_that_is_new_in_every_step(name, tmp_path):
+    """Each of them is a node of the CUDA graph that is given a new address in every step."""
+    compiled(name, dump_to=tmp_path)
+    [readers] = readers_of_results(tmp_path)
+    assert readers <= 1
 
 
 @pytest.mark.parametrize("name", ["decode_step", "fast_step"])

@@ -302,6 +302,17 @@ def pack_verified(
     return jnp.concatenate([pack_choice(choice).reshape(*shape, -1), num_committed], axis=-1)
 
 
+def apart_from(result: Int32[Array, "B ..."], table: Int32[Array, "B n"]) -> Int32[Array, "B ..."]:
+    """Return a result whose memory has not been a page table's before.
+
+    # WHY: the memory of a result is new in every step, and XLA would put the page table there
+    first. Attention of each layer reads that, so the CUDA graph of a step would be given as many
+    new addresses every time. So the result reads an entry of the table, which is a page.
+    """
+    entry = table[0, jnp.clip(result.reshape(-1)[0], 0, table.shape[1] - 1)]
+    return jnp.where(entry == jnp.iinfo(jnp.int32).min, 0, result)
+
+
 def unpack_num_committed[A: (np.ndarray, jax.Array)](packed: A) -> A:
     """Read how many tokens each window of a verify step commits, int32 [B]."""
     return packed[:, 0, -1]

@@ -50,6 +50,7 @@ from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
     VerifyOperands,
+    apart_from,
     pack_choice,
     pack_verified,
     sequence_slot,
@@ -553,6 +554,8 @@ class ProgramCache:
             slots, slot, start, drafts, num_drafts, choice.token_ids.reshape(-1, length)
         )
         result = pack_verified(choice, num_accepted, length=length)
+        for table in given.tables:
+            result = apart_from(result, table)
         return kv_cache, slots, *_left(left, logits), *features, result
 
 
