@@ -44,10 +44,12 @@ EXCEPTIONS: dict[str, dict[str, dict[str, int]]] = {
             "seen_add": 1, "spill_bytes": 1, "train_s": 1,
         },
         "Called or read by the library whose interface they are part of.": {
-            "allow_unregistered_dialects": 1, "capture_signals": 2, "check_health": 1,
-            "code_generator_class": 1, "get_model_info": 1, "handlers": 1, "is_first_msg": 1,
+            "_server_address": 1, "allow_unregistered_dialects": 1, "capture_signals": 2,
+            "check_health": 1, "code_generator_class": 1,
+            "get_model_info": 1, "handlers": 1, "init_standalone": 1, "is_first_msg": 1,
             "media_type": 1, "multiple_results": 1, "on_files": 1, "pre_tokenizer": 3,
-            "render_body": 1, "should_exit": 3, "tokenizer_name": 1, "word_problems": 1,
+            "release_kv_cache": 1, "render_body": 1, "resume_kv_cache": 1, "rollout_mode": 1,
+            "should_exit": 3, "tokenizer_name": 1, "word_problems": 1,
         },
         "One of a list of numbered cases.": {
             "TAIL": 1,

@@ -118,6 +118,22 @@ def test_token_ids_as_skyrl_asks_for_them(client):
     assert bare["request_id"] == "a" and bare["choices"][0]["logprobs"] is None
 
 
+def test_token_ids_as_verl_asks_for_them(client):
+    """By `examples/verl_rollouts.py`: logprobs are those of the distribution that was sampled."""
+    sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "logprobs": 0,
+                "repetition_penalty": 1.0, "seed": 7, "logprobs_mode": "processed"}  # fmt: skip
+    got = asked(client, "/inference/v1/generate", token_ids=PROMPTS[0], request_id="a" * 32,
+                sampling_params=sampling)  # fmt: skip
+    raw = asked(client, "/inference/v1/generate", token_ids=PROMPTS[0],
+                sampling_params=sampling | {"logprobs_mode": "raw"})  # fmt: skip
+    found, plain = (
+        ([one["logprob"] for one in choice["logprobs"]["content"]], choice["token_ids"])
+        for choice in (got["choices"][0], raw["choices"][0])
+    )
+    assert found[1] == plain[1] and len(found[0]) == 5
+    assert all(a != b for a, b in zip(found[0], plain[0], strict=True))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
