@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 from detjax import __version__
 from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import CONFIG, GPU_MEMORY_UTILIZATION, MODEL, PROMPT, Option, flag_like
-from detjax.cli.vllm_flags import hints
+from detjax.cli.vllm_flags import hint_of_value, hints
 from detjax.models.hub import check_model
 
 
@@ -72,7 +72,10 @@ class CommandParser(argparse.ArgumentParser):
                 hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
             elif self._stands_for_vllm and "/" in first:
                 hint = f"; a model is an option: {MODEL.flag} {first!r}"
-        raise InputError(message.removeprefix("argument ") + hint)
+        message = message.removeprefix("argument ")
+        if self._stands_for_vllm:
+            hint = hint_of_value(message) or hint
+        raise InputError(message + hint)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Read the command line, and the file of `--config` where it gives one.

@@ -165,6 +165,16 @@ def test_bad_input_is_one_line_on_stderr(command, capsys, argv, says):
             "; leave --trust-remote-code out, as no code of a checkpoint is run; leave "
             "--swap-space out, as keys and values stay in the memory of the GPU\n",
         ),
+        (
+            ("--generation-config", "vllm"),
+            "--generation-config: invalid choice: 'vllm' (choose from 'auto', 'none'); use none, "
+            "which is the same\n",
+        ),
+        (("--generation-config", "all"), "invalid choice: 'all' (choose from 'auto', 'none'); see"),
+        (
+            ("--logprobs-mode", "processed_logprobs"),
+            "; use the field logprobs_mode in place of --logprobs-mode, as each request chooses",
+        ),
         (("org/model", "--max-len", "64"), "; a model is an option: --model 'org/model'"),
         (("64", "--max-len", "64"), "unrecognized arguments: 64; see --help"),
     ],
