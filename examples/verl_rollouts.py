@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Use verl's agent loops with a detjax server: rollouts, new weights, the same rollout again.
+"""Use verl's agent loops with detjax servers: rollouts, new weights, the same rollout again.
 
     python -m venv verl && verl/bin/pip install verl torch      # torch's CPU build is enough
     verl/bin/python examples/verl_rollouts.py --server-python "$(which python)"
@@ -78,8 +78,8 @@ class DetjaxServer:
     """A Ray actor with the methods of verl's servers, in front of a detjax server.
 
     A request of verl has no seed. Here it has that of the training step, of the prompt, and of how
-    often the step has asked for that prompt. So a step has the same answers in every run, and those
-    of a group differ.
+    often the step has asked any server for that prompt. So answers to one prompt differ, and a step
+    has the same ones in every run, in the order in which they are asked for.
     """
 
     def __init__(self, url: str, admin_key: str, config: Any):
@@ -95,9 +95,12 @@ class DetjaxServer:
             raise ValueError(f"detjax reads text alone, not {', '.join(given)}")
         config, prompt_ids = self._config, [int(token) for token in prompt_ids]
         room = config.prompt_length + config.response_length - len(prompt_ids)
-        asked = {"max_tokens": min(config.response_length, room)} | sampling_params
+        asked = {"max_tokens": config.response_length, "ignore_eos": config.ignore_eos}
+        asked |= sampling_params
+        asked["max_tokens"] = max(1, min(asked["max_tokens"], room))
         asked["logprobs"] = 0 if asked.pop("logprobs", False) else None
-        asked.setdefault("seed", self._seed_of(prompt_ids))
+        if "seed" not in asked:
+            asked["seed"] = await ray.get_actor(server_name(0)).seed_of.remote(prompt_ids)
         body = {
             "token_ids": prompt_ids,
             "request_id": request_id,
@@ -113,7 +116,8 @@ class DetjaxServer:
             extra_fields={"global_steps": self._step},
         )
 
-    def _seed_of(self, prompt_ids: list[int]) -> int:
+    async def seed_of(self, prompt_ids: list[int]) -> int:
+        """Of a request to any server: the first one counts for all."""
         prompt = tuple(prompt_ids)
         self._asked[prompt] += 1
         of = f"{self._config.seed} {self._step} {self._asked[prompt]} {prompt}"
@@ -152,6 +156,11 @@ class DetjaxReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         """Make the actor; the server runs already."""
         own = self.config.engine_kwargs["detjax"]
+        if self.replica_rank >= len(own["urls"]):
+            raise ValueError(
+                f"verl wants a replica {self.replica_rank}, and there are {len(own['urls'])} urls; "
+                "it has one for each tensor_model_parallel_size GPUs of the trainer"
+            )
         name = server_name(self.replica_rank)
         options = {"name": name, "num_cpus": 0, "max_concurrency": self.max_concurrency}
         url = own["urls"][self.replica_rank]
@@ -167,7 +176,10 @@ def server_name(replica_rank: int) -> str:
 
 
 class DetjaxRollout(base.BaseRollout):
-    """Sends a trainer's weights to all servers, in bodies. Rank 0 sends, and the others listen."""
+    """Sends a trainer's weights to all servers, in bodies.
+
+    Rank 0 sends. The others only walk through the tensors, which verl gathers meanwhile.
+    """
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = 0, **_: Any
@@ -187,23 +199,26 @@ class DetjaxRollout(base.BaseRollout):
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors",
-        **_: Any,
+        peft_config: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Put new weights in place on every server: all or none. Open answers end with the old."""
+        """Put new weights in place on a server: all or none. Open answers end with the old ones."""
         if wire_format != "named_tensors":
             raise ValueError(f"detjax takes named tensors, not {wire_format=}")
-        if self.is_leader_rank:
-            await self._to_all("start_weight_update", json={"mode": "wait"})
-        async for chunk in bodies(weights):  # every rank walks: verl gathers as it goes
-            if self.is_leader_rank:
-                kind = {"Content-Type": "application/octet-stream"}
-                await self._to_all("update_weights", data=chunk, headers=kind)
-        if self.is_leader_rank:
-            found = await self._to_all("finish_weight_update", json={})
-            print("weights", {one["weights"][:16] for one in found})
-            if global_steps is not None:
-                servers = [ray.get_actor(server_name(i)) for i in range(len(self._urls))]
-                await asyncio.gather(*(s.set_global_steps.remote(global_steps) for s in servers))
+        if peft_config is not None:
+            raise ValueError("adapters are not sent: set actor_rollout_ref.model.lora.merge=True")
+        if not self.is_leader_rank:
+            async for _each_tensor in _each(weights):
+                pass
+            return
+        await self._to_all("start_weight_update", json={"mode": "wait"})
+        async for body in bodies(weights):
+            kind = {"Content-Type": "application/octet-stream"}
+            await self._to_all("update_weights", data=body, headers=kind)
+        found = await self._to_all("finish_weight_update", json={})
+        print("weights", {one["weights"][:16] for one in found})
+        if global_steps is not None:
+            servers = [ray.get_actor(server_name(i)) for i in range(len(self._urls))]
+            await asyncio.gather(*(s.set_global_steps.remote(global_steps) for s in servers))
 
     async def _to_all(self, route: str, **options: Any) -> list[dict]:
         asked = (post(f"{url}/{route}", self._key, **options) for url in self._urls)
@@ -240,17 +255,17 @@ base._ROLLOUT_REGISTRY["detjax", "async"] = f"{__name__}.{DetjaxRollout.__name__
 # -------------------------------------------------------------------------------- what is tried
 
 
-def config_of(folder: Path, url: str, *, num_workers: int) -> DictConfig:
-    """The configuration that verl has, with one server, as its command line would give it."""
+def config_of(folder: Path, urls: list[str], *, num_workers: int) -> DictConfig:
+    """The configuration that verl has, with these servers, as its command line would give it."""
     rollout = {
         "name": "detjax", "calculate_log_probs": True, "prompt_length": 64, "response_length": 16,
-        "tensor_model_parallel_size": 1, "n_gpus_per_node": 1, "nnodes": 1,
+        "tensor_model_parallel_size": 1, "n_gpus_per_node": len(urls), "nnodes": 1,
         "agent.num_workers": num_workers,
     }  # fmt: skip
     overrides = [
         f"actor_rollout_ref.model.path='{folder}'",
         f"actor_rollout_ref.model.custom_chat_template='{TEMPLATE}'",
-        f"+actor_rollout_ref.rollout.engine_kwargs.detjax.urls=['{url}']",
+        f"+actor_rollout_ref.rollout.engine_kwargs.detjax.urls={urls}",
         f"+actor_rollout_ref.rollout.engine_kwargs.detjax.admin_key={ADMIN_KEY}",
         *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()),
     ]
@@ -273,23 +288,22 @@ def rollout_of(manager: AgentLoopManager, prompts: tuple[str, ...]) -> list[tupl
     ]
 
 
-def run(folder: Path, url: str) -> None:
+def run(folder: Path, urls: list[str]) -> None:
     """Three sets of weights; then the first again, which must give the first rollout."""
-    configs = [config_of(folder, url, num_workers=count) for count in (2, 1)]
+    configs = [config_of(folder, urls, num_workers=count) for count in (2, 1)]
     servers = LLMServerManager.create(configs[0])
     managers = [AgentLoopManager.create(config, servers.get_client()) for config in configs]
     own = configs[0].actor_rollout_ref
     trainer = DetjaxRollout(own.rollout, own.model, device_mesh=None)
-    (server,) = servers.server_handles
     weights = load_file(folder / "model.safetensors")
     first, seen = None, []
     for step, factor in enumerate((1.0, 0.9, 1.1, 1.0)):
         if step:
             asyncio.run(trainer.update_weights(scaled(weights, factor), global_steps=step))
         # A trainer's steps have numbers of their own. With one number rollouts can be compared.
-        ray.get(server.set_global_steps.remote(0))
+        ray.get([one.set_global_steps.remote(0) for one in servers.server_handles])
         together = rollout_of(managers[0], PROMPTS)
-        ray.get(server.set_global_steps.remote(0))
+        ray.get([one.set_global_steps.remote(0) for one in servers.server_handles])
         alone = [answer for one in PROMPTS for answer in rollout_of(managers[1], (one,))]
         if sorted(together) != sorted(alone):
             sys.exit(f"asked alone, the answers are others: {together} and {alone}")
@@ -300,7 +314,7 @@ def run(folder: Path, url: str) -> None:
         asyncio.run(quiet(servers.rollout_replicas))
     if seen != [True, False, False, True]:
         sys.exit(f"rollouts equal to that of the first weights: {seen}")
-    print("asked one after the other, by another worker: every token and logprob equal")
+    print("asked one after the other, of other servers: every token and logprob equal")
     print("the first weights, sent back: the first rollout, every bit equal")
 
 
@@ -355,6 +369,9 @@ if __name__ == "__main__":
     parser.add_argument("--server-python", required=True, help="a Python that has detjax")
     parser.add_argument("--model", type=Path, default=Path("detjax/models/bundled/novels-6m"))
     args = parser.parse_args()
-    with server(args.server_python, args.model) as url:
+    with (
+        server(args.server_python, args.model) as first,
+        server(args.server_python, args.model) as second,
+    ):
         ray.init(num_cpus=16, include_dashboard=False)
-        run(args.model.resolve(), url)
+        run(args.model.resolve(), [first, second])

@@ -102,8 +102,8 @@ class StepsRequests(Protocol):
         ...
 
     @property
-    def num_params(self) -> int:
-        """Weights of the model, tied embeddings once."""
+    def num_checkpoint_params(self) -> int:
+        """Most weights of a checkpoint, which may repeat tied embeddings as its output head."""
         ...
 
     @property

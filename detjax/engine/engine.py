@@ -254,9 +254,11 @@ class Engine:
         return self._weight_history.version
 
     @property
-    def num_params(self) -> int:
-        """Weights of the model, tied embeddings once."""
-        return num_params(self._model.config)
+    def num_checkpoint_params(self) -> int:
+        """Most weights of a checkpoint, which may repeat tied embeddings as its output head."""
+        config = self._model.config
+        head = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+        return num_params(config) + head
 
     # ------------------------------------------------------------------------------------- requests
 

@@ -360,9 +360,9 @@ class ReplicatedEngine:
         return self._engine.self_check_error
 
     @property
-    def num_params(self) -> int:
+    def num_checkpoint_params(self) -> int:
         """As `Engine` has it."""
-        return self._engine.num_params
+        return self._engine.num_checkpoint_params
 
     @property
     def weight_version(self) -> int:

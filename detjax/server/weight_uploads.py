@@ -138,7 +138,7 @@ class WeightUploads:
         version = version_of(asked.weight_version)
         if self._upload is not None and self._upload.num_coming:
             raise _busy("tensors of the update that was begun before still come")
-        num_params = self._service.model.engine.num_params
+        num_params = self._service.model.engine.num_checkpoint_params
         upload = WeightUpload(
             version=version, mode=PauseMode(asked.mode),
             most_bytes=num_params * _MOST_BYTES_A_WEIGHT + _HEADER_BYTES,

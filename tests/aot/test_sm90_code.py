@@ -444,20 +444,46 @@ def test_a_step_of_narrow_rows_copies_nothing(name):
 
 
 def readers_of_results(dumped: Path) -> list[int]:
-    """Kernels that read the memory of each result, before it is the result.
+    """Kernels that read the buffer of each result, before it is the result.
 
-    That memory is new in every step.
+    That buffer has a new address in every step.
     """
     [assigned] = dumped.glob("*jit_local_step*gpu_after_optimizations-buffer-assignment.txt")
     hlo = assigned.with_name(assigned.name.replace("-buffer-assignment", "")).read_text()
-    calls = [line.partition("custom-call(")[2] for line in hlo.splitlines()]
     allocations = re.split(r"\n(?=allocation \d+: )", assigned.read_text())
     found = []
     for head, _, values in (one.partition("\n") for one in allocations):
         if "maybe-live-out" in head and "parameter" not in head and "output shape" not in head:
-            names = re.findall(r"value: <\d+ ([\w.\-]+)[ {]", values)
-            found.append(sum(any(f"%{name}," in f"{call}," for name in names) for call in calls))
+            held = set(re.findall(r"value: <\d+ ([\w.\-]+(?:\{\d+\})?) @", values))
+            found.append(num_readers(hlo, held))
     return found
+
+
+def num_readers(hlo: str, held: set[str]) -> int:
+    """Custom calls that read a value, `name` or `name{element}`, of those held, or its bitcast."""
+    held, calls = set(held), 0
+    reading = re.compile(r"^\s+%([\w.\-]+) = .*? (bitcast|custom-call)\((.*?)\)", re.MULTILINE)
+    for name, opcode, operands in reading.findall(hlo):
+        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", operands)
+        read = {f"{value}{{{element}}}" if element else value for value, element in found}
+        if read & held:
+            calls += opcode == "custom-call"
+            held |= {name} if opcode == "bitcast" else set()
+    return calls
+
+
+def test_readers_of_a_buffer_are_found_through_elements_and_bitcasts():
+    hlo = """
+  %a = (s32[8]{0}, s32[8,8]{1,0}) fusion(%p), kind=kLoop
+  %b.1 = s32[64]{0} bitcast(%a#1)
+  %c = (bf16[4]{0}, bf16[4]{0}) custom-call(%x, /*index=1*/%b.1), custom_call_target="k"
+  %d = bf16[4]{0} custom-call(%a#0, %c#1), custom_call_target="k"
+  %e = bf16[4]{0} custom-call(%other, %a#1), custom_call_target="k"
+"""
+    assert num_readers(hlo, {"a{1}"}) == 2
+    assert (num_readers(hlo, {"a{0}"}), num_readers(hlo, {"c{0}"}), num_readers(hlo, {"b"})) == (
+        1, 0, 0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["narrow_verify", "decode_step"])

@@ -15,7 +15,9 @@ from safetensors.numpy import save, save_file
 
 from detjax.models.params import tensor_specs
 from detjax.proof.identity import Identifier
+from detjax.server import weight_uploads
 from detjax.server.options import WebOptions
+from detjax.testing.dummies import dummy_model
 
 from .conftest import Running, served
 from .small import small_model, small_service
@@ -107,6 +109,23 @@ def test_more_bytes_than_the_model_has_are_refused_and_take_no_room(client):
     for part in in_parts(tensors_of(99), 2):
         assert send(client, part).status_code == 200
     assert finish(client).status_code == 200
+
+
+def test_a_trainers_copy_of_tied_embeddings_has_room(monkeypatch):
+    """PyTorch names a tied table twice, and a trainer sends both, in float32."""
+    monkeypatch.setattr(weight_uploads, "_HEADER_BYTES", 16 << 10)  # a small model is smaller
+    config = dataclasses.replace(small_model().config, tie_word_embeddings=True)
+    service = small_service(dummy_model(config))
+    specs = jax.tree.leaves(tensor_specs(config, tp=1, vocab_block=1))
+    shapes = {name: spec.hf_shape for spec in specs for name in spec.hf_names}
+    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    options = WebOptions(admin_keys=("admin",))
+    with served(service, None, options=options) as own, own.client() as client:  # type: ignore[arg-type]
+        push(client, tensors, count=2)
+        assert start(client).status_code == 200
+        more = tensors | {"model.more.weight": tensors["lm_head.weight"]}
+        assert send(client, more).status_code == 413
 
 
 @pytest.mark.invariance

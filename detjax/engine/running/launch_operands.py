@@ -302,12 +302,14 @@ def pack_verified(
     return jnp.concatenate([pack_choice(choice).reshape(*shape, -1), num_committed], axis=-1)
 
 
-def apart_from(result: Int32[Array, "B ..."], table: Int32[Array, "B n"]) -> Int32[Array, "B ..."]:
-    """Return a result whose memory has not been a page table's before.
+def extend_live_range(
+    table: Int32[Array, "B n"], result: Int32[Array, "B ..."]
+) -> Int32[Array, "B ..."]:
+    """Return a result, until which the page table is live: XLA gives the two no common buffer.
 
-    # WHY: the memory of a result is new in every step, and XLA would put the page table there
-    first. Attention of each layer reads that, so the CUDA graph of a step would be given as many
-    new addresses every time. So the result reads an entry of the table, which is a page.
+    # WHY: a result has a new address in every step. Attention of each layer reads the table, so in
+    a common buffer the CUDA graph of a step would be given as many new addresses every time. An
+    entry is a page's number and never the least integer, so the result does not change.
     """
     entry = table[0, jnp.clip(result.reshape(-1)[0], 0, table.shape[1] - 1)]
     return jnp.where(entry == jnp.iinfo(jnp.int32).min, 0, result)

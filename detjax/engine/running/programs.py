@@ -50,7 +50,7 @@ from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
     VerifyOperands,
-    apart_from,
+    extend_live_range,
     pack_choice,
     pack_verified,
     sequence_slot,
@@ -555,7 +555,7 @@ class ProgramCache:
         )
         result = pack_verified(choice, num_accepted, length=length)
         for table in given.tables:
-            result = apart_from(result, table)
+            result = extend_live_range(table, result)
         return kv_cache, slots, *_left(left, logits), *features, result
 
 
