@@ -14,7 +14,7 @@ class _Answer(NamedTuple):
 
 _BY_TEMPLATE = _Answer("calls and reasoning are read as the model's chat template writes them")
 _NO_TEXT = _Answer("texts of requests are logged only with --log-prompts")
-_AHEAD = _Answer("a step is always planned while the last one runs")
+_AHEAD = _Answer("steps are planned ahead wherever drafts allow it")
 _OF_CHECKPOINT = _Answer("the configuration is read from there", "config.json of the checkpoint")
 _COMPILED = _Answer("programs are compiled in one way, as another would change bits")
 _ONE_LIBRARY = _Answer("all grammars are compiled by llguidance")

@@ -119,7 +119,7 @@ def test_token_ids_as_skyrl_asks_for_them(client):
 
 
 def test_token_ids_as_verl_asks_for_them(client):
-    """By `examples/verl_rollouts.py`. At a temperature of 0.5 no processed logprob is the raw one."""
+    """By `examples/verl_rollouts.py`. At temperature 0.5 no processed logprob is the raw one."""
     sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "logprobs": 0,
                 "repetition_penalty": 1.0, "seed": 7, "logprobs_mode": "processed"}  # fmt: skip
     got = asked(client, "/inference/v1/generate", token_ids=PROMPTS[0], request_id="a" * 32,
