@@ -180,7 +180,9 @@ def make_engine(
     mode: str = "invariant",
 ) -> Engine:
     """An engine whose drafts come from one source, or that makes none."""
-    options: dict[str, Any] = {"mode": mode}
+    # Who drafts on the host looks at every token before the next.
+    steps = 1 if method in HOST_DRAFTS or mode == "dvr" else args.decode_steps
+    options: dict[str, Any] = {"mode": mode, "decode_steps": steps}
     drafters = HOST_DRAFTERS
     if method in OWN_DRAFT_WEIGHTS:
         options |= {
@@ -258,7 +260,8 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
     different = num_different(answers, expected)
     rows.keep(
         subject="speculation", source=EAGLE3, draft="replayed", batch=batch, drafts=args.drafts,
-        is_adaptive=args.adaptive, head_weights=args.head_weights, tokens_per_s=rate,
+        is_adaptive=args.adaptive, decode_steps=args.decode_steps,
+        head_weights=args.head_weights, tokens_per_s=rate,
         none_tokens_per_s=base, ratio_to_none=rate / base, acceptance=counts.acceptance,
         tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
     )  # fmt: skip
@@ -308,7 +311,7 @@ def measure(subject: Subject, args: argparse.Namespace, batch: int, rows: Rows) 
                 pairs = zip(answers, expected[heat], strict=True)
                 rows.keep(
                     subject="speculation", batch=batch, is_adaptive=args.adaptive,
-                    source=method, draft=name,
+                    decode_steps=args.decode_steps, source=method, draft=name,
                     head_weights=args.head_weights if isinstance(draft, DraftHead) else "",
                     is_control=is_unseen, mode=mode, temperature=heat, drafts=args.drafts,
                     tokens_per_s=rate, none_tokens_per_s=base,
@@ -400,6 +403,12 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--decode-steps",
+        type=int,
+        default=1,
+        help="steps a launch, with a model's drafts and without any",
+    )
     parser.add_argument("--drafts", type=int, default=3, help="tokens a window")
     parser.add_argument("--adaptive", action="store_true", help="fewer drafts where that is faster")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a random prompt")

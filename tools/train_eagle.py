@@ -85,7 +85,6 @@ def make_engine(model: LoadedModel, args: argparse.Namespace) -> Engine:
     """An engine that answers many prompts at once."""
     is_gpu = model.backend.platform == "gpu"
     sizes = sizes_of(model, args, args.answer_batch or (512 if is_gpu else 8))
-    sizes["decode_steps"] = args.answer_steps or (4 if is_gpu else 1)
     return Engine(model, choose_sizes(model, sizes, gpu_memory_utilization=0.6))
 
 
@@ -95,7 +94,9 @@ def sizes_of(model: LoadedModel, args: argparse.Namespace, batch: int) -> dict[s
     # WHY: with a cache that fills an H200 each program took 6 s to compile.
     """
     pages = -(-args.length // model.profile.attention_block)
+    is_gpu = model.backend.platform == "gpu"
     return {
+        "decode_steps": args.answer_steps or (4 if is_gpu else 1),
         "max_len": args.length, "self_check": "off", "batch_size": batch, "decode_batches": (),
         "num_pages": batch * pages,
     }  # fmt: skip
@@ -609,7 +610,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--answer-batch", type=int, default=0, help="answers at once; 0: 8, or 512 on a GPU"
     )
-    parser.add_argument("--answer-steps", type=int, default=0, help="their tokens of a launch")
+    parser.add_argument("--answer-steps", type=int, default=0, help="their steps of a launch")
     parser.add_argument("--backend", default="auto")
     return parser
 

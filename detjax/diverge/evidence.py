@@ -20,7 +20,7 @@ from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 from detjax.proof.receipt import Receipt
 
-_PROGRAM = re.compile(r"^(prefill|decode|verify) \S+ (\d+)x(\d+)")
+_PROGRAM = re.compile(r"^(prefill|decode|verify|windows) \S+ (\d+)x(\d+)")
 _ANSWER_TOKENS = 8
 """Of an answer that was checked again: so many of its last tokens are made again."""
 _NEW_TOKENS = 3
@@ -74,7 +74,7 @@ def reproduction_of(
         wide = {**mesh, "batch": rows * dp, "row": difference.row}
         if kind == "prefill":
             a, b = Setting(**mesh, batch=dp), Setting(**wide, chunk=length)
-        elif kind == "verify":
+        elif kind in ("verify", "windows"):
             b = Setting(**wide, mode="dvr")
         else:
             b = Setting(**wide, decode_steps=length)

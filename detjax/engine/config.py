@@ -77,9 +77,10 @@ class EngineConfig:
         adapts_drafts: With drafts of a draft model, of a head or of the prompt: how many a window
             has, or none, by what was quickest at this load (docs/speculation.md). Not in a job of
             several processes, whose clocks differ.
-        decode_steps: Tokens of a sequence in one launch, while all who run decode: the host
+        decode_steps: Steps of the model in one launch, while all who run decode: the host
             launches once for all of them, which pays where a step takes the host longer than
-            the device (small models). They are released together, what comes behind an end
+            the device (small models). A step is a token of each sequence, or a window of a draft
+            model or head. Tokens are released together, what comes behind an end
             is computed for nothing, and a request that arrives waits for the launch. In `dvr` up to
             `verify_window` - 1, the drafts of a window.
         steps_ahead: Steps that are launched ahead of the one whose results are read. With 1 a small
@@ -256,6 +257,9 @@ class ReplicaConfig:
         local_reach: Tokens back that local layers read, the token itself included.
         has_adapters: Whether the model has room for adapters, so that steps of rows without any
             have programs of their own.
+        windows: Windows of a draft model or head that one launch drafts and verifies: as many as
+            `decode_steps` and `max_len` allow; one where ranks share layers, as kernels that
+            exchange write behind the back of XLA, and a loop may copy what they write.
 
     Raises:
         ValueError: If no prefill would fit into a step beside everything else.
@@ -288,6 +292,7 @@ class ReplicaConfig:
     num_local_pages: int = 0
     local_reach: int = 0
     has_adapters: bool = False
+    windows: int = 1
 
     def __post_init__(self):
         """Check that a prefill always fits."""
@@ -334,7 +339,7 @@ class ReplicaConfig:
             steps_ahead: As `EngineConfig` has it.
         """
         num_launches = (steps_ahead or MOST_STEPS_AHEAD) + 3  # two more, and drafts
-        in_flight = num_launches * max(self.verify_window, self.decode_steps)
+        in_flight = num_launches * max(self.windows * self.verify_window, self.decode_steps)
         a_sequence = -(-(self.local_reach + in_flight) // self.page_len) + 1
         a_chunk = -(-max(length for _, length in self.prefill_shapes) // self.page_len) + 1
         num_prefills = min(self.num_slots, max(rows for rows, _ in self.prefill_shapes)) + 1
@@ -349,6 +354,7 @@ class ReplicaConfig:
         dp: int,
         page_len: int,
         steps_beat_xla: bool,
+        tp: int = 1,
         local_reach: int = 0,
         has_adapters: bool = False,
     ) -> "ReplicaConfig":
@@ -359,6 +365,7 @@ class ReplicaConfig:
             dp: Replicas.
             page_len: Tokens of a page.
             steps_beat_xla: As `KernelSet` has it, of the kernels that run.
+            tp: Ranks that share layers.
             local_reach: As `ReplicaConfig` has it; 0 where no layers are local.
             has_adapters: As `ReplicaConfig` has it.
         """
@@ -373,6 +380,8 @@ class ReplicaConfig:
             + max(rows * length for rows, length in shapes)
         )
         fewer = (batch for batch in config.verify_batches if batch < verify_rows)
+        most_windows = config.max_len // config.verify_window
+        has_windows = config.draft_weights in DRAFTS_OF_OTHERS and tp == 1
         return cls(
             mode=config.mode,
             num_replicas=dp,
@@ -401,6 +410,7 @@ class ReplicaConfig:
             num_local_pages=config.num_local_pages // dp,
             local_reach=local_reach,
             has_adapters=has_adapters,
+            windows=max(1, min(config.decode_steps, most_windows)) if has_windows else 1,
         )
 
 

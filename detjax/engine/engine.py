@@ -69,7 +69,7 @@ from detjax.models.heads.head import AnyDraftModel, DraftHead
 from detjax.models.loading import LoadedModel
 from detjax.models.params import num_params
 from detjax.pallas_kernels.kernel_table import KERNELS
-from detjax.parallel.mesh import DP_AXIS
+from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
 class Engine:
@@ -125,6 +125,7 @@ class Engine:
             dp=dp,
             page_len=model.profile.attention_block,
             steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
+            tp=model.mesh.shape[TP_AXIS],
             local_reach=local_reach(model),
             has_adapters=num_adapter_slots(model) > 0,
         )

@@ -6,7 +6,7 @@ import time
 from detjax.engine import trace
 from detjax.engine.metrics import EngineStats
 from detjax.engine.outputs.request_output import FinishReason
-from detjax.engine.requests.sequence import Sequence, VerifyRow
+from detjax.engine.requests.sequence import Sequence, VerifyRow, WindowsRow
 from detjax.engine.running.model_runner import Launch
 
 
@@ -52,7 +52,7 @@ class StatLogger:
         num_rows = sum(map(len, launch.rows))
         self._trace.span(trace.DEVICE, launch.key.name, launch.launched_s, end_s, rows=num_rows)
 
-    def note_window(self, row: VerifyRow, num_committed: int) -> None:
+    def note_window(self, row: VerifyRow | WindowsRow, num_committed: int) -> None:
         """Note a verification of a window."""
         row.seq.windows = row.seq.windows.add(
             num_drafts=row.num_drafts, num_accepted=num_committed - 1

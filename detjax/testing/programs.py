@@ -34,6 +34,7 @@ def plain_key(
     logit_rows: int = 0,
     leaves_hidden: bool = False,
     leaves_features: bool = False,
+    windows: int = 1,
 ) -> ProgramKey:
     """Return the key of a plain program."""
     return ProgramKey(
@@ -46,6 +47,7 @@ def plain_key(
         logit_rows=logit_rows,
         leaves_hidden=leaves_hidden,
         leaves_features=leaves_features,
+        windows=windows,
     )
 
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from detjax.compilation.xla_flags import IN_PLACE_OPTIONS
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.engine.running.program_key import AnyKey, ChoiceKey, InstallKey, ProgramKind, ScoreKey
-from detjax.engine.running.programs import ProgramCache
+from detjax.engine.running.programs import DRAFTS, ProgramCache
 from detjax.models.abstract import abstract_params
 from detjax.models.config import ExpertConfig, ModelConfig, RopeConfig
 from detjax.models.fast import forward_fast, local_logits_fast
@@ -591,8 +591,11 @@ def pressed_draft(kind: ProgramKind, **sizes) -> aot.CompiledProgram:
     """A program of a draft model of the same shapes, on a device that is full."""
     model = abstract_model(2, PRESSED_BYTES)
     programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=model)
-    key = plain_key(kind, mode="fast", weights="draft_model", **sizes)
-    return aot.inspect_program(lambda: programs.get(key, model.params))
+    if kind == "windows":
+        key, params = plain_key(kind, **sizes), {**model.params, DRAFTS: model.params}
+    else:
+        key, params = plain_key(kind, mode="fast", weights="draft_model", **sizes), model.params
+    return aot.inspect_program(lambda: programs.get(key, params))
 
 
 def family_draft(name: str, **sizes) -> aot.CompiledProgram:
@@ -628,11 +631,25 @@ def head_program(
     model: LoadedModel, head: DraftHead, kind: ProgramKind, *, weights: str, **sizes
 ) -> aot.CompiledProgram:
     """A program of a head, or with "full" weights one of the model that leaves it features."""
-    programs = ProgramCache(model, num_pages=400, num_slots=8, window_len=4, draft_model=head)
+    num_slots = max(8, sizes["rows"])
+    programs = ProgramCache(
+        model, num_pages=400, num_slots=num_slots, window_len=max(4, sizes["length"]),
+        draft_model=head,
+    )  # fmt: skip
     mode: KernelMode = "invariant" if weights == "full" else "fast"
     key = plain_key(kind, mode=mode, weights=weights, leaves_features=weights == "full", **sizes)
-    params = model.params if weights == "full" else head.params_beside(model.params)
+    drafts = head.params_beside(model.params)
+    params = model.params if weights == "full" else drafts
+    if kind == "windows":
+        params = {**model.params, DRAFTS: drafts}
     return aot.inspect_program(lambda: programs.get(key, params))
+
+
+def narrow_windows(**sizes) -> aot.CompiledProgram:
+    """Windows of SmolLM2-135M's shapes, drafted by a head of its own."""
+    model = abstract_model(4, make_config=narrow)
+    head = abstract_head(model, dummy_eagle(model.config, draft_vocab_size=32000))
+    return head_program(model, head, "windows", weights="full", **sizes)
 
 
 def choice(
@@ -813,6 +830,9 @@ PROGRAMS = {
     "pressed_loop": lambda: pressed("decode", rows=8, table_len=34, length=4),
     "pressed_draft_prefill": lambda: pressed_draft("prefill", rows=1, table_len=10, length=512),
     "pressed_draft_window": lambda: pressed_draft("decode", rows=8, table_len=10, length=3),
+    "pressed_draft_windows": lambda: pressed_draft(
+        "windows", rows=8, table_len=10, length=4, windows=8
+    ),
     "pressed_draft_window_one": lambda: pressed_draft("decode", rows=1, table_len=34, length=5),
     "pressed_fast": lambda: pressed("decode", rows=8, table_len=34, mode="fast"),
     "pressed_features": lambda: pressed_head(
@@ -827,6 +847,11 @@ PROGRAMS = {
     "pressed_head_window": lambda: pressed_head(
         "decode", weights="eagle3", rows=8, table_len=10, length=3
     ),
+    "pressed_head_windows": lambda: pressed_head(
+        "windows", weights="full", rows=8, table_len=10, length=4, windows=8
+    ),
+    "narrow_windows": lambda: narrow_windows(rows=8, table_len=5, length=5, windows=8),
+    "narrow_windows_one": lambda: narrow_windows(rows=1, table_len=5, length=5, windows=8),
     "pressed_head_window_one": lambda: pressed_head(
         "decode", weights="eagle3", rows=1, table_len=34, length=3
     ),

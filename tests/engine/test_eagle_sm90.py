@@ -15,6 +15,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.engine.running.program_key import ProgramKey
 from detjax.models.heads.quantize import quantize_head
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.backend import Backend
@@ -71,18 +72,32 @@ def drafted(
 
 @pytest.mark.invariance
 @pytest.mark.parametrize("is_int8", [False, True])
-@pytest.mark.parametrize("mode", ["invariant", "dvr"])
-def test_drafts_of_a_head_change_no_bit(mode, is_int8):
-    answers, made = drafted(mode=mode, is_int8=is_int8)
+@pytest.mark.parametrize(("mode", "steps"), [("invariant", 1), ("invariant", 4), ("dvr", 1)])
+def test_drafts_of_a_head_change_no_bit(mode, steps, is_int8):
+    """With four steps, as many windows are one launch."""
+    answers, made = drafted(mode=mode, is_int8=is_int8, decode_steps=steps)
     assert [done.digest() for done in answers] == [plain().digest()] * 4
     assert 0.3 < made.stats().drafts["eagle3"].acceptance < 0.9
 
 
 @pytest.mark.control
-def test_control_drafts_that_are_not_compared_give_another_answer(monkeypatch):
+@pytest.mark.parametrize("steps", [1, 4])
+def test_control_drafts_that_are_not_compared_give_another_answer(monkeypatch, steps):
     commit_drafts_unseen(monkeypatch)
-    (done,), _ = drafted(count=1)
+    (done,), _ = drafted(count=1, decode_steps=steps)
     assert done.digest() != plain().digest()
+
+
+@pytest.mark.parametrize("is_wrong", [False, pytest.param(True, marks=pytest.mark.control)])
+def test_windows_of_one_launch_are_compared_with_prefill(is_wrong, monkeypatch):
+    if is_wrong:
+        commit_drafts_unseen(monkeypatch)
+    config = EngineConfig(**SIZES | DRAFTS | {"decode_steps": 4, "self_check": "start"})
+    made = Engine(model(1), config, draft_model=dummy_head(model(1), HEAD))
+    made.compile(requests=[ASKED])
+    kinds = {key.kind for key in made._runner.programs.checked if isinstance(key, ProgramKey)}
+    assert "windows" in kinds
+    assert (made._claim.difference is not None) is is_wrong
 
 
 @pytest.mark.invariance

@@ -106,10 +106,11 @@ def drafted(
 
 
 @pytest.mark.invariance
-@pytest.mark.parametrize("mode", ["invariant", "dvr"])
+@pytest.mark.parametrize(("mode", "steps"), [("invariant", 1), ("invariant", 4), ("dvr", 1)])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_drafts_of_a_head_change_no_bit(family, mode):
-    answers, made = drafted(family, mode=mode)
+def test_drafts_of_a_head_change_no_bit(family, mode, steps):
+    """With four steps, as many windows are one launch."""
+    answers, made = drafted(family, mode=mode, decode_steps=steps)
     assert [done.digest() for done in answers] == [plain(family).digest()] * 4
     assert 0.3 < made.stats().drafts["mtp"].acceptance < 0.9
 

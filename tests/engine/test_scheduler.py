@@ -22,6 +22,7 @@ from detjax.engine.requests.sequence import (
     SequenceError,
     SequenceState,
     VerifyRow,
+    WindowsRow,
     max_committed,
 )
 from detjax.engine.scheduling.scheduler import Scheduler
@@ -111,9 +112,12 @@ class Device:
 
     def launch(self, batch: ScheduledBatch) -> None:
         done = []
-        for replica, rows in enumerate(batch.verifies):
-            assert len(rows) <= self.config.verify_rows
-            done += [self.verify(replica, row) for row in rows]
+        for replica, (verifies, windows) in enumerate(
+            zip(batch.verifies, batch.windows, strict=True)
+        ):
+            assert max(len(verifies), len(windows)) <= self.config.verify_rows
+            done += [self.verify(replica, row) for row in verifies]
+            done += [self.draft_windows(replica, row) for row in windows]
         launched_prefill = [
             self.prefill(replica, row, batch.prefill_shape)
             for replica, rows in enumerate(batch.prefills)
@@ -128,7 +132,8 @@ class Device:
 
     def check_size(self, batch: ScheduledBatch) -> None:
         size = max(len(rows) for rows in batch.decodes)
-        size += self.config.verify_rows * self.config.verify_window * any(batch.verifies)
+        has_windows = any(batch.verifies) + any(batch.windows)
+        size += self.config.verify_rows * self.config.verify_window * has_windows
         if batch.prefill_shape:
             size += batch.prefill_shape[0] * batch.prefill_shape[1]
         assert size <= self.config.max_tokens_per_step
@@ -160,12 +165,10 @@ class Device:
         if not row.is_draft:
             self.drafter.miss(row.seq)
         if has_model:
-            self.drafter.begin(row, tokens, committed=len(self.prefixes[key]))
+            self.draft(key, row)
+            return row, self.windows[key][len(drafts) :]
         for _ in range(row.num_tokens):
-            if has_model:
-                self.drafter.run(row.seq, tokens)
-            else:
-                self.write(row.seq, tokens, len(tokens) - 1, kind=kind)
+            self.write(row.seq, tokens, len(tokens) - 1, kind=kind)
             is_right = not row.is_draft or self.is_right()
             tokens = tokens + [self.token_after(tokens) + (0 if is_right else 100)]
         if row.is_draft:
@@ -173,6 +176,35 @@ class Device:
             return row, self.windows[key][len(drafts) :]
         self.prefixes[key] = tokens
         return row, tokens[-row.num_tokens :]
+
+    def draft(self, key: tuple[int, int], row: DecodeRow) -> None:
+        """Drafts of a draft model or head behind those of a slot's window."""
+        tokens = self.prefixes[key] + self.windows[key]
+        self.drafter.begin(row, tokens, committed=len(self.prefixes[key]))
+        for _ in range(row.num_tokens):
+            self.drafter.run(row.seq, tokens)
+            tokens = tokens + [self.token_after(tokens) + (0 if self.is_right() else 100)]
+        self.windows[key] = tokens[len(self.prefixes[key]) :]
+
+    def draft_windows(self, replica: int, row: WindowsRow) -> tuple:
+        """Windows of one launch, from an empty one to an empty one."""
+        key, seq, count = (replica, row.seq.slot), row.seq, row.num_preemptions
+        assert not self.windows[key] and row.seq.num_drafts == 0
+        assert 1 <= row.num_windows <= self.config.windows
+        assert row.num_drafts in self.config.draft_lens
+        chosen = []
+        for _ in range(row.num_windows):
+            drafting = DecodeRow(
+                seq=seq, num_preemptions=count, num_tokens=row.num_drafts,
+                is_draft=True, window_idx=row.seq.window_idx,
+            )  # fmt: skip
+            self.draft(key, drafting)
+            window = VerifyRow(
+                seq=seq, num_preemptions=count, num_drafts=row.num_drafts, given=None,
+                source=row.source,
+            )  # fmt: skip
+            chosen += self.verify(replica, window)[1]
+        return row, chosen
 
     def verify(self, replica: int, row: VerifyRow) -> tuple:
         key = replica, row.seq.slot
@@ -438,7 +470,7 @@ def random_configuration(rng: np.random.Generator, steps_ahead: int = 3) -> Repl
     slots, window = int(rng.choice([1, 2, 2, 3, 4])), int(rng.choice([1, 1, 2, 3, 5]))
     has_prompt_lookup = rng.random() < 0.2
     has_model = window > 1 and not has_prompt_lookup and rng.random() < 0.5
-    (of_local,) = rng.spawn(1)
+    of_local, of_windows = rng.spawn(2)
     reach = 0 if has_model else int(of_local.choice([0, 1, 3, 5, 9]))
     shapes = (((1, 6),), ((1, 6), (2, 4)), ((1, 1),), ((3, 9),))
     config = changed(
@@ -461,6 +493,7 @@ def random_configuration(rng: np.random.Generator, steps_ahead: int = 3) -> Repl
         has_prefix_cache=bool(rng.random() < 0.5),
         has_prompt_lookup=has_prompt_lookup,
         local_reach=reach,
+        windows=int(of_windows.choice([1, 2, 5])) if has_model else 1,
     )
     if not reach:
         return config

@@ -15,6 +15,7 @@ from detjax.engine.requests.sequence import (
     Sequence,
     SequenceState,
     VerifyRow,
+    WindowsRow,
     ignore_token,
     max_committed,
 )
@@ -68,13 +69,15 @@ class OutputProcessor:
                 case VerifyRow():
                     num_committed = int(unpack_num_committed(packed)[at])
                     self._stat_logger.note_window(row, num_committed)
-                    self._commit_all(row.seq, choice, at, num_committed)
+                    self._commit_all(row.seq, choice, (at,), num_committed)
+                case WindowsRow():
+                    stats.surplus_tokens += self._commit_windows(row, choice, packed[at], at)
                 case DecodeRow(is_draft=True):
                     drafts = np.ravel(choice.token_ids[at])[: row.num_tokens]
                     if not row.seq.end_token_ids.isdisjoint(drafts):
                         self._scheduler.close_window(row)
                 case DecodeRow() if key.length > 1:
-                    num_done = self._commit_all(row.seq, choice, at, row.num_tokens)
+                    num_done = self._commit_all(row.seq, choice, (at,), row.num_tokens)
                     stats.surplus_tokens += row.num_tokens - num_done
                 case PrefillRow():
                     if self._score(row, launch, result, at) and row.is_last:
@@ -106,12 +109,24 @@ class OutputProcessor:
             return False
         return True
 
-    def _commit_all(self, seq: Sequence, choice: Choice, at: int, count: int) -> int:
-        """Commit `count` tokens of row `at`, or those up to the sequence's end; how many."""
+    def _commit_all(self, seq: Sequence, choice: Choice, at: tuple[int, ...], count: int) -> int:
+        """Commit `count` tokens at `at`, or those up to the sequence's end; how many."""
         for i in range(count):
-            if not self._commit(seq, choice, (at, i)):
+            if not self._commit(seq, choice, (*at, i)):
                 return i + 1
         return count
+
+    def _commit_windows(self, row: WindowsRow, choice: Choice, packed: np.ndarray, at: int) -> int:
+        """Commit the windows of row `at` up to the sequence's end; tokens behind it."""
+        surplus = 0
+        for i, num_committed in enumerate(unpack_num_committed(packed)[: row.num_windows].tolist()):
+            if row.seq.state is not SequenceState.RUNNING:
+                surplus += num_committed
+                continue
+            self._stat_logger.note_window(row, num_committed)
+            num_done = self._commit_all(row.seq, choice, (at, i), num_committed)
+            surplus += num_committed - num_done
+        return surplus
 
     def _commit(self, seq: Sequence, choice: Choice, at) -> bool:
         """Append a token and emit it; False if the sequence has ended."""

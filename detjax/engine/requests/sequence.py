@@ -282,7 +282,21 @@ class VerifyRow:
     source: str
 
 
-Row = PrefillRow | DecodeRow | VerifyRow
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowsRow:
+    """Windows of `num_drafts` drafts each, which one launch drafts and verifies one after another.
+
+    The source is the `draft_weights`.
+    """
+
+    seq: Sequence
+    num_preemptions: int
+    num_windows: int
+    num_drafts: int
+    source: str
+
+
+Row = PrefillRow | DecodeRow | VerifyRow | WindowsRow
 
 
 def max_committed(row: Row) -> int:
@@ -294,14 +308,17 @@ def max_committed(row: Row) -> int:
             return 0 if row.is_draft else row.num_tokens
         case VerifyRow():
             return row.num_drafts + 1
+        case WindowsRow():
+            return row.num_windows * (row.num_drafts + 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class ScheduledBatch:
-    """Rows of one step, by replica. They run in this order: verify, prefill, decode.
+    """Rows of one step, by replica. They run in this order: verify, windows, prefill, decode.
 
     Attributes:
         verifies: Windows to verify.
+        windows: Windows to draft and verify.
         prefill_shape: (rows, tokens a row); None where there is no prefill.
         prefills: Pieces of prompts.
         decodes: Tokens to commit, or drafts.
@@ -309,6 +326,7 @@ class ScheduledBatch:
     """
 
     verifies: list[list[VerifyRow]]
+    windows: list[list[WindowsRow]]
     prefill_shape: tuple[int, int] | None
     prefills: list[list[PrefillRow]]
     decodes: list[list[DecodeRow]]
@@ -319,6 +337,7 @@ class ScheduledBatch:
         """No row yet."""
         return cls(
             verifies=[[] for _ in range(num_replicas)],
+            windows=[[] for _ in range(num_replicas)],
             prefill_shape=None,
             prefills=[[] for _ in range(num_replicas)],
             decodes=[[] for _ in range(num_replicas)],

@@ -85,7 +85,7 @@ class Program:
 
 def drafts_of(slots: Slots, slot, is_given, token_ids: Int32[Array, "B T"]) -> Int32[Array, "B D"]:
     """The drafts of windows: `token_ids` of the host where these are given, or those in slots."""
-    on_device = of_slots(slots.window, slot)
+    on_device = of_slots(slots.window, slot)[:, : token_ids.shape[1]]
     return jnp.where(is_given[:, None] == 1, token_ids, on_device)[:, 1:]
 
 

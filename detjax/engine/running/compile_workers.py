@@ -168,12 +168,13 @@ class CompileWorkers:
 
 
 def _is_shared(key: AnyKey) -> bool:
-    """Whether a worker may compile it, which knows no head.
+    """Whether a worker may compile it, which knows no draft model and no head.
 
     XLA tunes programs without a claim by measuring.
     """
-    is_for_head = getattr(key, "leaves_features", False)
-    return getattr(key, "mode", "invariant") != "fast" and not is_for_head
+    if not isinstance(key, ProgramKey):
+        return getattr(key, "mode", "invariant") != "fast"
+    return key.mode != "fast" and key.kind != "windows" and not key.leaves_features
 
 
 def divide(keys: Sequence[AnyKey], count: int) -> Iterator[list[AnyKey]]:

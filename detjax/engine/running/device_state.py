@@ -294,6 +294,8 @@ class DeviceState:
         A verification puts its features into slots, and gives none. Those of a check are of
         nobody; at worst a sequence is drafted worse once.
         """
+        if key.kind == "windows":
+            return self._windows(program, params, arrays, operands)
         puts = key.leaves_features and key.kind == "verify"
         left = [self._logits_of(key.logit_rows)] if key.logit_rows else []
         tables = self._model.rope_tables
@@ -309,6 +311,16 @@ class DeviceState:
             self._logits[key.logit_rows] = state.pop()
         # Only a prefill gives new sampling parameters.
         return (*state, *arrays[len(state) :]), hidden, features, result
+
+    def _windows(
+        self, program: Callable, params: dict, arrays: tuple, operands: tuple
+    ) -> tuple[tuple, None, None, Any]:
+        """Call a program of several windows, which changes what the draft model keeps as well."""
+        assert self._programs.drafts is not None
+        tables = self._model.rope_tables, self._programs.drafts.model.rope_tables
+        called = program(params, tables, *arrays, self._drafts, *operands)
+        cache, slots, self._drafts, result = finished(self._devices, called)
+        return (cache, slots, arrays[2]), None, None, result
 
     def _choose(
         self, key: ProgramKey, after: FollowUps, slots: Any, sampling: Any, result: Any

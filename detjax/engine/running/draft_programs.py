@@ -74,7 +74,10 @@ class DraftPrograms:
     Attributes:
         model: The draft model, on the mesh of the model that verifies.
         state: Shapes of `DraftState`.
+        specs: How it lies on the mesh.
     """
+
+    specs = DRAFT_SPECS
 
     def __init__(self, model: LoadedModel, *, num_pages: int, slots: Slots, sampling: SamplingRows):
         """Describe nothing yet. `slots` and `sampling` are shapes over all replicas."""
@@ -147,8 +150,24 @@ class DraftPrograms:
     def _decode(
         self, key: ProgramKey, params, tables, state: DraftState, slots: Slots, sampling, packed
     ):
-        """Drafts behind those that a window has, one after the other."""
         given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        state, slots, results = self.draft(
+            key.length, params, tables, state, slots, sampling, given
+        )
+        # A process reads the results of its own devices alone.
+        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
+
+    def draft(
+        self,
+        count: int,
+        params,
+        tables,
+        state: DraftState,
+        slots: Slots,
+        sampling,
+        given: DecodeOperands,
+    ) -> tuple[DraftState, Slots, Int32[Array, "B T 2"]]:
+        """Up to `count` drafts behind those that a window has, one after the other."""
         slot, rows = given.slot, rows_of(sampling, given.slot)
         start, num_drafts = slots.unplaced(slot)
         first = jnp.where(start < 0, -1, start + num_drafts)
@@ -161,7 +180,7 @@ class DraftPrograms:
         draft = partial(self._draft, params, tables, rows, given)
         pages, choice = draft(state.pages, ids, positions)
         window = window.at[place(num_drafts + 1)].set(choice[:, 0], mode="drop")
-        results = jnp.zeros((len(packed), key.length, 2), jnp.int32).at[:, 0].set(choice)
+        results = jnp.zeros((len(slot), count, 2), jnp.int32).at[:, 0].set(choice)
 
         def next_draft(i, carry):
             pages, window, results = carry
@@ -175,16 +194,14 @@ class DraftPrograms:
         # WHY: kernels of peers write to the exchange by address, behind XLA's back, and a loop may
         # copy what it reads.
         carry, unroll = (pages, window, results), params.get("exchange") is not None
-        pages, window, results = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
+        pages, window, results = lax.fori_loop(1, count, next_draft, carry, unroll=unroll)
         state = DraftState(
             pages=pages,
             position=state.position.at[slot].set(start, mode="drop"),
             token=state.token.at[slot].set(of_slots(slots.window, slot)[:, 0], mode="drop"),
         )
         place_of = slots.placed(slot, start, num_drafts + given.count)
-        slots = Slots(window=window.reshape(slots.window.shape), place=place_of)
-        # A process reads the results of its own devices alone.
-        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
+        return state, Slots(window=window.reshape(slots.window.shape), place=place_of), results
 
     def _token_before(self, state: DraftState, slots: Slots, slot, position) -> Int32[Array, " B"]:
         """The token before `position` of each row, which is in the last window or begins it."""

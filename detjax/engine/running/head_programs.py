@@ -66,9 +66,9 @@ class Features:
     position: Any
 
     def with_windows(self, slot, start, states: Activation[Array, "B T X"]) -> "Features":
-        """Put those of windows that begin at positions `start`."""
+        """Put those of windows that begin at positions `start`; T may be less than W."""
         return Features(
-            states=self.states.at[slot].set(states, mode="drop"),
+            states=self.states.at[slot, : states.shape[1]].set(states, mode="drop"),
             position=self.position.at[slot].set(start, mode="drop"),
         )
 
@@ -114,7 +114,10 @@ class HeadPrograms:
     Attributes:
         model: The head.
         state: Shapes of `HeadState`.
+        specs: How it lies on the mesh.
     """
+
+    specs = HEAD_SPECS
 
     def __init__(
         self,
@@ -217,14 +220,30 @@ class HeadPrograms:
     def _decode(
         self, key: ProgramKey, params, tables, state: HeadState, slots: Slots, sampling, packed
     ):
-        """Drafts of an empty window, one after the other."""
         given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        state, slots, results = self.draft(
+            key.length, params, tables, state, slots, sampling, given
+        )
+        # A process reads the results of its own devices alone.
+        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
+
+    def draft(
+        self,
+        count: int,
+        params,
+        tables,
+        state: HeadState,
+        slots: Slots,
+        sampling,
+        given: DecodeOperands,
+    ) -> tuple[HeadState, Slots, Int32[Array, "B T 2"]]:
+        """Up to `count` drafts of an empty window, one after the other."""
         slot, rows = given.slot, rows_of(sampling, given.slot)
         start, _ = slots.unplaced(slot)
         tokens, hidden, last = self._committed(state.features, slots, slot, start, params)
         draft = partial(self._draft, params, tables, rows, given)
         pages, hidden, choice = draft(state.pages, tokens, hidden, last, start + 1)
-        results = jnp.zeros((len(packed), key.length, 2), jnp.int32).at[:, 0].set(choice)
+        results = jnp.zeros((len(slot), count, 2), jnp.int32).at[:, 0].set(choice)
 
         def next_draft(i, carry):
             pages, results, hidden = carry
@@ -236,16 +255,14 @@ class HeadPrograms:
             return pages, results.at[:, i].set(choice), hidden
 
         carry = pages, results, hidden
-        unroll = key.length <= MOST_UNROLLED and self._context.backend.platform == "gpu"
-        pages, results, _ = lax.fori_loop(1, key.length, next_draft, carry, unroll=unroll)
+        unroll = count <= MOST_UNROLLED and self._context.backend.platform == "gpu"
+        pages, results, _ = lax.fori_loop(1, count, next_draft, carry, unroll=unroll)
         results = of_first_rank(results)
         slots = Slots(
             window=_with_drafts(slots.window, slot, results[..., 0], given.count),
             place=slots.placed(slot, start, given.count),
         )
-        state = HeadState(pages=pages, features=state.features)
-        # A process reads the results of its own devices alone.
-        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
+        return HeadState(pages=pages, features=state.features), slots, results
 
     def _read(self, params, states: Activation[Array, "B T X"]) -> Activation[Array, "M D"]:
         """One hidden state of those of each token."""

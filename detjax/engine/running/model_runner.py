@@ -27,6 +27,7 @@ from detjax.engine.requests.sequence import (
     ScheduledBatch,
     Sequence,
     VerifyRow,
+    WindowsRow,
     attributing_errors,
 )
 from detjax.engine.running.device_state import (
@@ -104,6 +105,15 @@ def _decode_inputs(row: DecodeRow) -> tuple[Hashable, ...]:
     return (
         seq.request_id, seq.sequence_idx,
         row.num_preemptions, len(seq.pages), seq.held, row.is_draft, row.num_tokens,
+    )  # fmt: skip
+
+
+def _windows_inputs(row: WindowsRow) -> tuple[Hashable, ...]:
+    """The like of a row of several windows."""
+    seq = row.seq
+    return (
+        seq.request_id, seq.sequence_idx,
+        row.num_preemptions, len(seq.pages), seq.held, row.num_windows, row.num_drafts,
     )  # fmt: skip
 
 
@@ -265,6 +275,8 @@ class ModelRunner:
         launches = []
         if any(batch.verifies):
             launches.append(self._launch_verify(batch.verifies))
+        if any(batch.windows):
+            launches.append(self._launch_windows(batch.windows))
         if any(batch.prefills):
             assert batch.prefill_shape is not None
             launches.append(self._launch_prefill(batch.prefills, batch.prefill_shape))
@@ -416,12 +428,7 @@ class ModelRunner:
             length = next(n for n in self._config.draft_lens if n >= most_tokens)
             kernels = "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
-        operands = DecodeOperands.padding(
-            self._num_rows(key),
-            no_slot=self._config.num_slots,
-            table_len=key.table_len,
-            num_tables=self._config.num_tables,
-        )
+        operands = self._decode_operands(key)
         for replica, part in enumerate(rows):
             for row in part:
                 self._sync_pages(row.seq, is_new=False)
@@ -433,6 +440,15 @@ class ModelRunner:
                 operands.count[at] = [r.num_tokens for r in part]
                 self._put_tables(operands, at, replica, slots)
         return key, operands.pack()
+
+    def _decode_operands(self, key: ProgramKey) -> DecodeOperands:
+        """Rows of padding of a decode step, or of several windows."""
+        return DecodeOperands.padding(
+            self._num_rows(key),
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
+        )
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._config.verify_sizes, rows), self._config.verify_window
@@ -456,6 +472,26 @@ class ModelRunner:
                     operands.token_ids[at, 1 : 1 + len(row.given)] = row.given
         self._stats.verify_launches += 1
         return self._run(key, rows, operands.pack(), windows=operands)
+
+    def _launch_windows(self, rows: list[list[WindowsRow]]) -> Launch:
+        """Several windows of each row, whose drafts a draft model or head makes."""
+        inputs = tuple(tuple(_windows_inputs(row) for row in part) for part in rows)
+        step = self._placed.step("windows", inputs, lambda: self._prepare_windows(rows))
+        self._stats.verify_launches += 1
+        return self._run(step.key, rows, step.packed, placed=self._placed.place(step))
+
+    def _prepare_windows(self, rows: list[list[WindowsRow]]) -> tuple[ProgramKey, np.ndarray]:
+        """The program of several windows, and its operands."""
+        size = _smallest(self._config.verify_sizes, rows)
+        length = 1 + max(row.num_drafts for part in rows for row in part)
+        key = self._key("windows", rows, size=size, length=length, kernels="invariant")
+        operands = self._decode_operands(key)
+        for at, row in places(key, rows):
+            seq = row.seq
+            self._sync_pages(seq, is_new=False)
+            operands.slot[at], operands.count[at] = seq.slot, row.num_windows
+            self._put_tables(operands, at, seq.replica, seq.slot)
+        return key, operands.pack()
 
     def _refuse_unknown(self, row: VerifyRow) -> None:
         """Refuse drafts of the host that are no tokens.
@@ -496,6 +532,7 @@ class ModelRunner:
             leaves_features=leaves_features(self._config, kind, weights),
             has_adapters=weights == "full"
             and any(row.seq.adapter_slot >= 0 for part in rows for row in part),
+            windows=self._config.windows if kind == "windows" else 1,
         )
 
     def _num_rows(self, key: ProgramKey) -> int:

@@ -16,7 +16,7 @@ from detjax.engine.config import DRAFTS_OF_OTHERS, ReplicaConfig
 from detjax.engine.requests.request import Request
 from detjax.models.forward_paths import KernelMode
 
-ProgramKind = Literal["prefill", "decode", "verify"]
+ProgramKind = Literal["prefill", "decode", "verify", "windows"]
 
 MAX_TOP = 64
 """Top logprobs that a choice program reports, if it reports any."""
@@ -35,8 +35,8 @@ class ProgramKey:
     Attributes:
         kind: What it does.
         rows: Of each replica.
-        length: Tokens a row: a prefill's chunk, a verification's window, or those that a row may
-            decode in one launch.
+        length: Tokens a row: a prefill's chunk, those of a window, or those that a row may decode
+            in one launch.
         mode: Which kernels.
         table_len: Pages of the longest sequence that it takes. Changes how work is spread, and no
             bit.
@@ -49,6 +49,7 @@ class ProgramKey:
         leaves_features: Whether it leaves hidden states of some layers, for a head.
         has_adapters: Whether its rows may have adapters. Where none has one, the step costs what it
             costs without room for them.
+        windows: That are drafted and verified one after the other, of kind "windows".
     """
 
     kind: ProgramKind
@@ -61,12 +62,14 @@ class ProgramKey:
     leaves_hidden: bool = False
     leaves_features: bool = False
     has_adapters: bool = False
+    windows: int = 1
 
     @property
     def name(self) -> str:
         """For people and traces."""
         how = f" {self.mode}" + ("" if self.weights == "full" else f" {self.weights}")
         name = f"{self.kind}{how} {self.rows}x{self.length}"
+        name += f"x{self.windows}" if self.kind == "windows" else ""
         name += " with hidden states" if self.leaves_hidden else ""
         name += " with features" if self.leaves_features else ""
         name += " with adapters" if self.has_adapters else ""
@@ -179,7 +182,7 @@ def logit_rows(
         return 0  # no choice program follows drafts that are verified by one
     if kind == "verify":
         return rows * length
-    if kind == "decode" and length > 1:
+    if kind == "windows" or (kind == "decode" and length > 1):
         return 0  # each token decides the next, inside one launch
     return next(size for size in choice_sizes(config) if size >= rows)
 
@@ -217,6 +220,7 @@ def program_keys(config: ReplicaConfig) -> list[ProgramKey]:
             leaves_hidden=leaves_hidden,
             leaves_features=leaves_features(config, kind, weights),
             has_adapters=has_adapters,
+            windows=config.windows if kind == "windows" else 1,
         )
         for leaves_hidden in (False, True)
         for has_adapters in (False, True)
@@ -302,7 +306,7 @@ def _runs_for(config: ReplicaConfig, key: ProgramKey, requests: Sequence[Request
     ):
         return False
     is_draft = key.mode == "fast" and key.weights == config.draft_weights
-    return key.kind == "verify" or is_draft or not _drafts_all(config, requests)
+    return key.kind in ("verify", "windows") or is_draft or not _drafts_all(config, requests)
 
 
 def _drafts_all(config: ReplicaConfig, requests: Sequence[Request]) -> bool:
@@ -359,3 +363,6 @@ def _steps(config: ReplicaConfig) -> Iterator[tuple[ProgramKind, int, int, Kerne
     if _verifies(config):
         for rows in config.verify_sizes:
             yield "verify", rows, config.verify_window, "invariant", "full"
+    if config.windows > 1:
+        for rows, drafts in itertools.product(config.verify_sizes, config.draft_lens):
+            yield "windows", rows, 1 + drafts, "invariant", "full"

@@ -45,7 +45,7 @@ from detjax.engine.running.device_arrays import (
     window_place,
 )
 from detjax.engine.running.draft_programs import DraftPrograms
-from detjax.engine.running.head_programs import FEATURES_SPECS, Features, HeadPrograms
+from detjax.engine.running.head_programs import FEATURES_SPECS, Features, HeadPrograms, HeadState
 from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
@@ -69,7 +69,15 @@ from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.exchange import modules_of
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
-_OPERANDS = {"prefill": PrefillOperands, "decode": DecodeOperands, "verify": VerifyOperands}
+_OPERANDS = {
+    "prefill": PrefillOperands,
+    "decode": DecodeOperands,
+    "verify": VerifyOperands,
+    "windows": DecodeOperands,
+}
+
+DRAFTS = "drafts"
+"""Of params of a program of several windows: the weights of the draft model or head."""
 
 Candidates = Callable[[Int32[Array, " B"], Int32[Array, " B"]], Int32[Array, " B"]]
 """From the drafts of a step and their positions, the drafts to use instead."""
@@ -146,6 +154,10 @@ class ProgramCache:
     what it returns and was given (`in_place`). The first host array is packed operands, and the
     result is packed too: see `launch_operands`. What follows a forward program is described in
     `choice_programs`. Engines of the same sizes may share the programs.
+
+    A program of several windows takes `(params, rope tables, cache, slots, sampling, draft state,
+    DecodeOperands)` and returns `(cache, slots, draft state, result)`. Its params have those of the
+    draft model under `DRAFTS`, and a row's `count` is its number of windows.
 
     Attributes:
         num_pages: Cache pages over all replicas.
@@ -249,7 +261,7 @@ class ProgramCache:
     def _make(self, key: AnyKey, params: dict, asked: int | None) -> Callable:
         if not isinstance(key, ProgramKey):
             return self._compile_choice(key, params, asked)
-        if key.weights in DRAFTS_OF_OTHERS:
+        if key.weights in DRAFTS_OF_OTHERS or key.kind == "windows":
             return self._compile_draft(key, params, asked)
         if self._others is not None and key.kind == "prefill":
             return self._others.get(key, params, asked)
@@ -369,9 +381,10 @@ class ProgramCache:
 
     def _compile_draft(self, key: ProgramKey, params: dict, asked: int | None) -> Callable:
         assert self.drafts is not None
-        program, drafts = self.drafts.program(key, params), self.drafts.traced_from
-        described_by = type(self.drafts), *drafts
-        return self._compile_other(key, program, *described_by, is_fast=True, asked=asked)
+        has_claim = key.kind == "windows"
+        program = (self.windows_program if has_claim else self.drafts.program)(key, params)
+        described_by = type(self.drafts), *self.drafts.traced_from
+        return self._compile_other(key, program, *described_by, is_fast=not has_claim, asked=asked)
 
     def _compile_other(
         self,
@@ -519,17 +532,32 @@ class ProgramCache:
         )
 
     def _verify(self, key, params, tables, kv_cache, slots: Slots, sampling, *rest):
+        """A window of each row."""
+        *left, packed = rest
+        features = [left.pop()] if key.leaves_features else []
+        given = VerifyOperands.unpack(packed, table_len=key.table_len, length=key.length)
+        state = kv_cache, slots, features
+        kv_cache, slots, features, logits, result = self._verify_windows(
+            key, params, tables, state, sampling, given
+        )
+        for table in given.tables:
+            result = extend_live_range(table, result)
+        return kv_cache, slots, *_left(left, logits), *features, result
+
+    def _verify_windows(
+        self, key, params, tables, state: tuple, sampling, given: VerifyOperands
+    ) -> tuple:
         """The canonical choice at every position of each window, and how far the drafts agree.
 
         Runs the last committed token and the drafts as one row, which writes their keys and values
         over those of the draft steps. Choice i is of the position that draft i claims; the drafts
         before the first that disagrees are committed, and the choice made there.
+
+        Returns:
+            The cache, slots and features as `state` has them, the logits and the result.
         """
-        *left, packed = rest
-        features = [left.pop()] if key.leaves_features else []
-        length = key.length
-        given = VerifyOperands.unpack(packed, table_len=key.table_len, length=length)
-        slot, num_drafts = given.slot, given.num_drafts
+        kv_cache, slots, features = state
+        length, slot, num_drafts = key.length, given.slot, given.num_drafts
         drafts = drafts_of(slots, slot, given.is_given, given.token_ids)
         first = of_slots(slots.window, slot)[:, :1]
         ids = jnp.concatenate([first, drafts], axis=1)
@@ -553,10 +581,58 @@ class ProgramCache:
         slots, num_accepted = commit_window(
             slots, slot, start, drafts, num_drafts, choice.token_ids.reshape(-1, length)
         )
-        result = pack_verified(choice, num_accepted, length=length)
-        for table in given.tables:
-            result = extend_live_range(table, result)
-        return kv_cache, slots, *_left(left, logits), *features, result
+        return kv_cache, slots, features, logits, pack_verified(choice, num_accepted, length=length)
+
+    def windows_program(self, key: ProgramKey, params: dict) -> Program:
+        """Describe the program of several windows for weights like `params`."""
+        drafts = self.drafts
+        assert drafts is not None
+        packed, *_ = self._host_shapes(key)
+        of_params = {**self._model.partition_specs, DRAFTS: drafts.model.partition_specs}
+        of_state = PAGES_SPEC, BY_ROW, BY_ROW, drafts.specs
+        tables = self._model.rope_tables, drafts.model.rope_tables
+        given = self._kv_cache, self._slots, self._sampling, drafts.state
+        of_result = P() if jax.process_count() > 1 else BY_ROW
+        specs = (of_params, P(), *of_state, BY_ROW), (PAGES_SPEC, BY_ROW, drafts.specs, of_result)
+        return Program.on_mesh(
+            self._model.mesh, partial(self._windows, key), (params, tables, *given, packed), specs,
+            in_place=(2, 3, 5),
+        )  # fmt: skip
+
+    def _windows(self, key, params, tables, kv_cache, slots: Slots, sampling, drafts, packed):
+        """Windows of each row, one after the other: drafts, then their verification."""
+        given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        results = jnp.zeros((len(packed), key.windows, key.length, 3), jnp.int32)
+        one_window = partial(self._nth_window, key, params, tables, sampling, given)
+        carry = kv_cache, slots, drafts, results
+        kv_cache, slots, drafts, results = self._loop(key.windows, one_window, carry)
+        results = gather_replicas(results) if jax.process_count() > 1 else results
+        return kv_cache, slots, drafts, results
+
+    def _nth_window(self, key, params, tables, sampling, given: DecodeOperands, i, carry):
+        """Window i of a launch of several, of each row that wants so many."""
+        kv_cache, slots, drafts, results = carry
+        of_model, of_drafts = tables
+        # A row that has its windows is padding.
+        slot = jnp.where(i >= given.count, len(slots.place), given.slot)
+        num_drafts = jnp.full_like(slot, key.length - 1)
+        drafting = dataclasses.replace(given, slot=slot, count=num_drafts)
+        assert self.drafts is not None
+        drafts, slots, _ = self.drafts.draft(
+            key.length - 1, params[DRAFTS], of_drafts, drafts, slots, sampling, drafting
+        )
+        window = VerifyOperands(
+            slot=slot, num_drafts=num_drafts, is_given=jnp.zeros_like(slot),
+            page_table=given.page_table, local_table=given.local_table,
+            token_ids=jnp.zeros((len(slot), key.length), jnp.int32),
+        )  # fmt: skip
+        features = [drafts.features] if isinstance(drafts, HeadState) else []
+        kv_cache, slots, features, _, result = self._verify_windows(
+            key, params, of_model, (kv_cache, slots, features), sampling, window
+        )
+        if isinstance(drafts, HeadState):
+            drafts = dataclasses.replace(drafts, features=features[0])
+        return kv_cache, slots, drafts, results.at[:, i].set(result)
 
 
 def _adapters_of(key: ProgramKey, params: dict, slots) -> jax.Array | None:

@@ -36,7 +36,7 @@ from detjax.engine.running.program_key import (
     keys_of_requests,
     program_keys,
 )
-from detjax.engine.running.programs import ProgramCache
+from detjax.engine.running.programs import DRAFTS, ProgramCache
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.device import checksum_program
 from detjax.engine.self_check.probes import IdlePages
@@ -131,8 +131,11 @@ class ReadyPrograms:
 
     def params_of(self, key: AnyKey) -> dict:
         """The weights that a program takes."""
-        is_draft = isinstance(key, ProgramKey) and key.weights != "full"
-        return self._draft_params if is_draft else self._model.params
+        if not isinstance(key, ProgramKey):
+            return self._model.params
+        if key.kind == "windows":
+            return {**self._model.params, DRAFTS: self._draft_params}
+        return self._model.params if key.weights == "full" else self._draft_params
 
     # ------------------------------------------------------------------------------------ compiling
 

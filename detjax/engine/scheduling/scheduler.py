@@ -287,13 +287,15 @@ class Scheduler:
         self._prefill_streak = 0
         self._schedule_given(batch)
         self._schedule_verifies(batch)
+        self._schedule_windows(batch)
         most_tokens = self._choose_decode_steps()
         for replica, rows in zip(self._replicas, batch.decodes, strict=True):
             self._schedule_decodes(replica, rows, batch, most_tokens)
         # WHY: a sequence that was preempted for a later row's pages must not write to them.
         batch.verifies = [[r for r in rows if self.is_current(r)] for rows in batch.verifies]
+        batch.windows = [[r for r in rows if self.is_current(r)] for rows in batch.windows]
         used = max(len(rows) for rows in batch.decodes)
-        if any(batch.verifies):
+        if any(batch.verifies) or any(batch.windows):
             used += self._config.verify_rows * self._config.verify_window
         self._admit(batch)
         self._schedule_prefills(batch, self._config.max_tokens_per_step - used)
@@ -366,6 +368,31 @@ class Scheduler:
                 ):
                     rows.append(self._speculation.verify(seq))
 
+    def _schedule_windows(self, batch: ScheduledBatch) -> None:
+        """Several windows a launch of a draft model, on the terms of several tokens a launch."""
+        if self._config.windows == 1 or any(batch.verifies):
+            return
+        if not all(s.is_prefilled for s in self.running):
+            return
+        wanted = [
+            [(seq, self._speculation.num_windows(seq)) for seq in replica.running]
+            for replica in self._replicas
+        ]
+        counts = [count for part in wanted for _, count in part]
+        most_rows = max(sum(count > 0 for _, count in part) for part in wanted)
+        # A choice program follows each window, and a window that is open waits for its own step.
+        is_alike = not any(seq.needs_choice for seq in self.running)
+        is_worth = 2 * max(counts, default=0) > self._config.windows
+        if not (is_alike and is_worth and most_rows <= self._config.verify_rows):
+            return
+        for replica, part, rows in zip(self._replicas, wanted, batch.windows, strict=True):
+            for seq, count in part:
+                last = self._speculation.last_of_windows(seq, count)
+                # Nobody is preempted for tokens that may turn out to lie behind an end.
+                has_pages = self._num_missing_pages(seq, last) <= replica.pool.num_available
+                if count and has_pages and self._ensure_page(replica, seq, last, batch):
+                    rows.append(self._speculation.draft_windows(seq, count))
+
     # --------------------------------------------------------------------------------------- decode
 
     def _choose_decode_steps(self) -> int:
@@ -391,9 +418,12 @@ class Scheduler:
         self, replica: _Replica, rows: list[DecodeRow], batch: ScheduledBatch, most_tokens: int
     ) -> None:
         speculation = self._speculation
+        has_windows = {row.seq for part in batch.windows for row in part}
         # Best rank first: a sequence that is preempted for another has no row yet.
         for seq in tuple(replica.running):
             if seq.state is not SequenceState.RUNNING or not speculation.can_decode(seq):
+                continue
+            if seq in has_windows:
                 continue
             num_tokens = speculation.num_wanted(seq)
             if not speculation.drafts_by_model(seq):

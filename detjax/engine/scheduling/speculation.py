@@ -14,6 +14,7 @@ from detjax.engine.requests.sequence import (
     DecodeRow,
     Sequence,
     VerifyRow,
+    WindowsRow,
     attributing_errors,
     max_committed,
 )
@@ -230,6 +231,30 @@ class Speculation:
         seq.num_in_flight += max_committed(row)
         if self._has_head:
             seq.drafter_len = None  # it drafts from what this verification leaves
+        open_window(seq)
+        return row
+
+    def num_windows(self, seq: Sequence) -> int:
+        """Windows of a sequence that one launch may draft and verify; 0 where it may none."""
+        is_whole = not seq.num_drafts and seq.drafter_len is None
+        if not (is_whole and self.drafts_by_model(seq) and self.can_decode(seq)):
+            return 0
+        return min(self._config.windows, (seq.max_len - seq.len_bound) // (self._most + 1))
+
+    def last_of_windows(self, seq: Sequence, num_windows: int) -> int:
+        """The last position whose keys and values so many windows need."""
+        return seq.len_bound - 2 + num_windows * (self._most + 1)
+
+    def draft_windows(self, seq: Sequence, num_windows: int) -> WindowsRow:
+        """Make the row of several windows, behind which a new one opens."""
+        row = WindowsRow(
+            seq=seq,
+            num_preemptions=seq.num_preemptions,
+            num_windows=num_windows,
+            num_drafts=self._most,
+            source=self._config.draft_weights,
+        )
+        seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
 

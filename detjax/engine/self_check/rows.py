@@ -78,7 +78,7 @@ class RowMaker:
         return slots, SamplingRows.pack(sampling * dp)
 
     def decode(self, key: ProgramKey, group: Group) -> np.ndarray:
-        """Operands of a decode step of `key.length` tokens a row."""
+        """Operands of a decode step of `key.length` tokens a row, or of `key.windows` windows."""
         dp, num_rows = self._config.num_replicas, key.rows
         operands = DecodeOperands.padding(
             dp * num_rows,
@@ -86,8 +86,9 @@ class RowMaker:
             table_len=key.table_len,
             num_tables=self._config.num_tables,
         )
+        count = key.windows if key.kind == "windows" else key.length
         for at, row, tables in self._rows(key, group):
-            operands.slot[at], operands.count[at] = self._slot(row), key.length
+            operands.slot[at], operands.count[at] = self._slot(row), count
             _put(operands, at, tables)
         return operands.pack()
 
@@ -138,6 +139,12 @@ class RowMaker:
                 _put(operands, at, [its.tables[replica, probe, : key.table_len] for its in places])
         return operands.pack(), SamplingRows.pack(sampling * dp)
 
+    def windows(self, slots: Slots, group: Group) -> np.ndarray:
+        """What is in the windows of a group's slots, [dp, g, W]."""
+        window = np.asarray(slots.window)
+        window = window.reshape(self._config.num_replicas, self._config.num_slots, -1)
+        return window[:, [self._slot(row) for row in group.rows]]
+
     def _slot(self, row: int) -> int:
         """Another than the row's number, so that they are told apart."""
         return self._config.num_slots - 1 - row
@@ -160,7 +167,7 @@ class RowMaker:
         Before it they read that page again: nobody looks at what they give.
         """
         page_len, others = self._config.page_len, sorted(set(range(key.rows)) - set(group.rows))
-        room = page_len - max(key.length, 2)
+        room = page_len - max(key.windows * key.length, 2)
         if room < 1:
             return
         for i, row in enumerate(others[: self._placement.spare.shape[1]]):

@@ -54,7 +54,7 @@ def num_tokens(key: ProgramKey) -> int:
     """New tokens of a probe: a step of one token is run twice, the second after the first."""
     if key.kind == "prefill":
         return min(key.length, MOST_PREFILLED)
-    return max(key.length, 2) if key.kind == "decode" else key.length
+    return max(key.length, 2) if key.kind == "decode" else key.windows * key.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +154,8 @@ class Session:
             return self._test_prefill(key, group, ids)
         if key.kind == "verify":
             return self._test_verify(key, group, ids, is_other=is_other)
+        if key.kind == "windows":
+            return self._test_windows(key, group, [i[0] for i in ids])
         return self._test_decode(key, group, [i[0] for i in ids])
 
     def _test_prefill(self, key, group, ids) -> Callable[[], _Outcome]:
@@ -213,6 +215,30 @@ class Session:
             return _Outcome(
                 ids=[list(ids)] * dp, choices=picked[..., :-1], has_all=True, committed=committed
             )
+
+        return read
+
+    def _test_windows(self, key, group, first: Sequence[int]) -> Callable[[], _Outcome]:
+        """Windows one after the other, whatever is drafted. Of the last one all is compared."""
+        slots, sampling = self._rows.slots(key, group, [(i,) for i in first])
+        slots, result = self._run(key, slots, sampling, self._rows.decode(key, group))
+
+        def read() -> _Outcome:
+            picked, left = self._pick(key, group, result), self._rows.windows(slots, group)
+            shape = *picked.shape[:2], num_tokens(key), picked.shape[-1] - 1
+            choices, ids = np.zeros(shape, np.int32), []
+            for replica in range(len(picked)):
+                ids.append([])
+                for i, windows in enumerate(picked[replica]):
+                    *committed, _ = (
+                        windows[w, : windows[w, 0, -1], :-1] for w in range(key.windows)
+                    )
+                    chosen = np.concatenate([*committed, windows[-1, :, :-1]])
+                    choices[replica, i, : len(chosen)] = chosen
+                    before = [first[i], *chosen[: len(chosen) - key.length, 0].tolist()]
+                    # The last window's drafts are still behind its first token, or what follows it.
+                    ids[-1].append((*before, *left[replica, i, 1 : key.length].tolist()))
+            return _Outcome(ids=ids, choices=choices, has_all=True)
 
         return read
 
