@@ -21,7 +21,8 @@ accepts by the logits of the drafts. Its answers must differ.
 
 `--replay` times an EAGLE-3 head of these shapes, with a draft vocabulary of 32000. Its weights are
 zeros, and each draft is replaced by the token of the answer, or by another one: it is right with
-this probability. All rows of a batch answer one prompt greedily. Exits with 3 if a bit differs.
+this probability. All requests are greedy and begin in one text, `--stagger` tokens apart: without
+it all rows of a batch accept the same drafts. Exits with 3 if a bit differs.
 """
 
 import argparse
@@ -227,11 +228,9 @@ def replaying_head(model: LoadedModel, weights: str) -> DraftHead:
     return with_weights(place_eagle_head(eagle, tensors, dummy_ids(eagle), model=model), weights)
 
 
-def replayed(
-    prompt: Sequence[int], answer: Sequence[int], *, share: float, vocab_size: int
-) -> Candidates:
+def replayed(known: Sequence[int], *, share: float, vocab_size: int) -> Candidates:
     """Drafts of a known text, each right with a probability."""
-    text = np.array([*prompt, *answer], np.int32)
+    text = np.array(known, np.int32)
     is_right = np.random.default_rng(1).random(len(text)) < share
     drafts = jnp.asarray(np.where(is_right, text, (text + 1) % vocab_size))
 
@@ -245,12 +244,16 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
     """Time a head whose acceptance is given; False if a bit differs."""
     prompt, model = subject.prompts[0], subject.model
     sampling = SamplingParams(max_tokens=args.tokens, temperature=0.0)
-    asked = [Request(prompt_token_ids=prompt, sampling=sampling)] * batch
     plain = make_engine(subject, args, batch, "none", None)
+    begins = [args.stagger * i for i in range(args.requests or batch)]
+    whole = dataclasses.replace(sampling, max_tokens=begins[-1] + args.tokens)
+    (answer,) = plain.generate([Request(prompt_token_ids=prompt, sampling=whole)])
+    text = (*prompt, *answer.token_ids)
+    asked = [
+        Request(prompt_token_ids=text[: len(prompt) + begin], sampling=sampling) for begin in begins
+    ]
     expected = warmed_up(plain, asked)
-    candidates = replayed(
-        prompt, expected[0].token_ids, share=args.replay, vocab_size=model.config.vocab_size
-    )
+    candidates = replayed(text, share=args.replay, vocab_size=model.config.vocab_size)
     head = subject.drafts["replayed"]
     engine = make_engine(subject, args, batch, EAGLE3, head, candidates=candidates)
     answers = warmed_up(engine, asked)
@@ -263,7 +266,8 @@ def measure_replay(subject: Subject, args: argparse.Namespace, batch: int, rows:
         is_adaptive=args.adaptive, decode_steps=args.decode_steps,
         head_weights=args.head_weights, tokens_per_s=rate,
         none_tokens_per_s=base, ratio_to_none=rate / base, acceptance=counts.acceptance,
-        tokens_per_window=counts.tokens_per_window, different=different, answers=batch,
+        tokens_per_window=counts.tokens_per_window, different=different, answers=len(asked),
+        stagger=args.stagger,
     )  # fmt: skip
     return different == 0
 
@@ -403,6 +407,12 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--backend", choices=[b.value for b in Backend], default="sm90")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--stagger",
+        type=int,
+        default=0,
+        help="with --replay: tokens by which a prompt is longer than the one before",
+    )
     parser.add_argument(
         "--decode-steps",
         type=int,

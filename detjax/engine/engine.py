@@ -121,14 +121,10 @@ class Engine:
         dp = model.mesh.shape[DP_AXIS]
         check_config(config, dp, model.config.max_position_embeddings)
         replica = ReplicaConfig.of(
-            config,
-            dp=dp,
-            page_len=model.profile.attention_block,
-            steps_beat_xla=KERNELS[model.backend].steps_beat_xla,
-            tp=model.mesh.shape[TP_AXIS],
-            local_reach=local_reach(model),
+            config, dp=dp, tp=model.mesh.shape[TP_AXIS], page_len=model.profile.attention_block,
+            steps_beat_xla=KERNELS[model.backend].steps_beat_xla, local_reach=local_reach(model),
             has_adapters=num_adapter_slots(model) > 0,
-        )
+        )  # fmt: skip
         check_local_pages(model, config)
         _check_adapters(model, config)
         if jax.process_count() > 1:

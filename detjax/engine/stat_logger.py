@@ -52,16 +52,14 @@ class StatLogger:
         num_rows = sum(map(len, launch.rows))
         self._trace.span(trace.DEVICE, launch.key.name, launch.launched_s, end_s, rows=num_rows)
 
-    def note_window(self, row: VerifyRow | WindowsRow, num_committed: int) -> None:
+    def note_window(self, row: VerifyRow | WindowsRow, num_drafts: int, num_committed: int) -> None:
         """Note a verification of a window."""
-        row.seq.windows = row.seq.windows.add(
-            num_drafts=row.num_drafts, num_accepted=num_committed - 1
-        )
+        row.seq.windows = row.seq.windows.add(num_drafts=num_drafts, num_accepted=num_committed - 1)
         self.stats.num_windows += 1
-        self.stats.draft_tokens += row.num_drafts
+        self.stats.draft_tokens += num_drafts
         self.stats.accepted_tokens += num_committed - 1
-        self.stats.num_rollbacks += num_committed <= row.num_drafts
-        self.stats.note_drafts(row.source, row.num_drafts, num_committed - 1)
+        self.stats.num_rollbacks += num_committed <= num_drafts
+        self.stats.note_drafts(row.source, num_drafts, num_committed - 1)
 
     def note_arrival(self, seq: Sequence) -> None:
         """Note a new sequence."""

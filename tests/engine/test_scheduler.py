@@ -132,7 +132,7 @@ class Device:
 
     def check_size(self, batch: ScheduledBatch) -> None:
         size = max(len(rows) for rows in batch.decodes)
-        has_windows = any(batch.verifies) + any(batch.windows)
+        has_windows = any(batch.verifies) or any(batch.windows)
         size += self.config.verify_rows * self.config.verify_window * has_windows
         if batch.prefill_shape:
             size += batch.prefill_shape[0] * batch.prefill_shape[1]
@@ -194,13 +194,16 @@ class Device:
         assert row.num_drafts in self.config.draft_lens
         chosen = []
         for _ in range(row.num_windows):
+            if len(chosen) == row.most_tokens:
+                break
+            num_drafts = min(row.num_drafts, row.most_tokens - len(chosen) - 1)
             drafting = DecodeRow(
-                seq=seq, num_preemptions=count, num_tokens=row.num_drafts,
+                seq=seq, num_preemptions=count, num_tokens=num_drafts,
                 is_draft=True, window_idx=row.seq.window_idx,
             )  # fmt: skip
             self.draft(key, drafting)
             window = VerifyRow(
-                seq=seq, num_preemptions=count, num_drafts=row.num_drafts, given=None,
+                seq=seq, num_preemptions=count, num_drafts=num_drafts, given=None,
                 source=row.source,
             )  # fmt: skip
             chosen += self.verify(replica, window)[1]

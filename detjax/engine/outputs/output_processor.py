@@ -68,7 +68,7 @@ class OutputProcessor:
             match row:
                 case VerifyRow():
                     num_committed = int(unpack_num_committed(packed)[at])
-                    self._stat_logger.note_window(row, num_committed)
+                    self._stat_logger.note_window(row, row.num_drafts, num_committed)
                     self._commit_all(row.seq, choice, (at,), num_committed)
                 case WindowsRow():
                     stats.surplus_tokens += self._commit_windows(row, choice, packed[at], at)
@@ -118,13 +118,15 @@ class OutputProcessor:
 
     def _commit_windows(self, row: WindowsRow, choice: Choice, packed: np.ndarray, at: int) -> int:
         """Commit the windows of row `at` up to the sequence's end; tokens behind it."""
-        surplus = 0
+        left, surplus = row.most_tokens, 0
         for i, num_committed in enumerate(unpack_num_committed(packed)[: row.num_windows].tolist()):
-            if row.seq.state is not SequenceState.RUNNING:
-                surplus += num_committed
-                continue
-            self._stat_logger.note_window(row, num_committed)
-            num_done = self._commit_all(row.seq, choice, (at, i), num_committed)
+            if not left:
+                break  # the windows that follow are padding
+            num_done = 0
+            if row.seq.state is SequenceState.RUNNING:
+                self._stat_logger.note_window(row, min(row.num_drafts, left - 1), num_committed)
+                num_done = self._commit_all(row.seq, choice, (at, i), num_committed)
+            left -= num_committed
             surplus += num_committed - num_done
         return surplus
 

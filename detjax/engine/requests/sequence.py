@@ -284,15 +284,17 @@ class VerifyRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowsRow:
-    """Windows of `num_drafts` drafts each, which one launch drafts and verifies one after another.
+    """Windows that one launch drafts and verifies, one after the other.
 
-    The source is the `draft_weights`.
+    Each has `num_drafts` drafts, or those that there is room for before the sequence's end.
+    Together they commit `most_tokens` at most. The source is the `draft_weights`.
     """
 
     seq: Sequence
     num_preemptions: int
     num_windows: int
     num_drafts: int
+    most_tokens: int
     source: str
 
 
@@ -309,7 +311,7 @@ def max_committed(row: Row) -> int:
         case VerifyRow():
             return row.num_drafts + 1
         case WindowsRow():
-            return row.num_windows * (row.num_drafts + 1)
+            return row.most_tokens
 
 
 @dataclass(kw_only=True, slots=True)

@@ -97,6 +97,11 @@ class _WithTables:
         both = self.page_table, self.local_table
         return [table for table in both if table is not None]
 
+    @classmethod
+    def _numbers(cls) -> list[str]:
+        """Names of the fields that have one number a row, where no field has token ids."""
+        return [name for name in cls.__slots__ if name not in _TABLES]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOperands(_WithTables):
@@ -148,8 +153,39 @@ class PrefillOperands(_WithTables):
         )
 
 
+class _WithoutIds(_WithTables):
+    """An operand record of three numbers a row, `slot` first, and no token ids."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
+        """Columns of the packed array, whatever the length."""
+        return _num_columns(table_len, 0, num_tables)
+
+    @classmethod
+    def padding[T: _WithTables](
+        cls: type[T], num_rows: int, *, no_slot: int, table_len: int, num_tables: int = 1
+    ) -> T:
+        """Make rows of padding, to be filled in: no slot, no page, nothing to do."""
+        numbers = {name: np.zeros(num_rows, np.int32) for name in cls._numbers()}
+        numbers["slot"][:] = no_slot
+        return cls(**numbers, **_tables(num_rows, table_len, num_tables))
+
+    def pack(self) -> np.ndarray:
+        """Lay the record out as one int32 array."""
+        no_ids = self.page_table[:, :0]
+        return _pack(self.tables, no_ids, *(getattr(self, name) for name in self._numbers()))
+
+    @classmethod
+    def unpack[T: _WithTables](cls: type[T], packed, *, table_len: int) -> T:
+        """Find the record in a packed array, on the host or the device."""
+        numbers = dict(zip(cls._numbers(), _unpack_numbers(packed), strict=True))
+        return cls(**numbers, **_unpack_tables(packed, table_len, 0))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeOperands(_WithTables):
+class DecodeOperands(_WithoutIds):
     """Tokens to decode for each row, from its slot. All int32; NumPy arrays on the host.
 
     Attributes:
@@ -167,34 +203,24 @@ class DecodeOperands(_WithTables):
     page_table: Any
     local_table: Any = None
 
-    @staticmethod
-    def num_columns(*, table_len: int, length: int, num_tables: int = 1) -> int:
-        """Columns of the packed array, whatever the length."""
-        return _num_columns(table_len, 0, num_tables)
 
-    @classmethod
-    def padding(
-        cls, num_rows: int, *, no_slot: int, table_len: int, num_tables: int = 1
-    ) -> "DecodeOperands":
-        """Make rows of padding, to be filled in: no slot, no page, no token."""
-        return cls(
-            slot=np.full(num_rows, no_slot, np.int32),
-            is_draft=np.zeros(num_rows, np.int32),
-            count=np.zeros(num_rows, np.int32),
-            **_tables(num_rows, table_len, num_tables),
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowsOperands(_WithoutIds):
+    """Windows that a launch drafts and verifies for each row, one after the other. All int32.
 
-    def pack(self) -> np.ndarray:
-        """Lay the record out as one int32 array."""
-        no_ids = self.page_table[:, :0]
-        return _pack(self.tables, no_ids, self.slot, self.is_draft, self.count)
+    Attributes:
+        slot: [B]; out of range for padding.
+        most_tokens: [B], that they may commit; behind these a row is padding.
+        count: [B], windows.
+        page_table: [B, n].
+        local_table: As `_WithTables` has it.
+    """
 
-    @classmethod
-    def unpack(cls, packed, *, table_len: int) -> "DecodeOperands":
-        """Find the record in a packed array, on the host or the device."""
-        slot, is_draft, count = _unpack_numbers(packed)
-        tables = _unpack_tables(packed, table_len, 0)
-        return cls(slot=slot, is_draft=is_draft, count=count, **tables)
+    slot: Any
+    most_tokens: Any
+    count: Any
+    page_table: Any
+    local_table: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
     VerifyOperands,
+    WindowsOperands,
     unwanted_slot,
 )
 from detjax.engine.running.placed_rows import PlacedRows
@@ -113,7 +114,8 @@ def _windows_inputs(row: WindowsRow) -> tuple[Hashable, ...]:
     seq = row.seq
     return (
         seq.request_id, seq.sequence_idx,
-        row.num_preemptions, len(seq.pages), seq.held, row.num_windows, row.num_drafts,
+        row.num_preemptions, len(seq.pages), seq.held,
+        row.num_windows, row.num_drafts, row.most_tokens,
     )  # fmt: skip
 
 
@@ -428,7 +430,12 @@ class ModelRunner:
             length = next(n for n in self._config.draft_lens if n >= most_tokens)
             kernels = "fast"
         key = self._key("decode", rows, size=size, length=length, kernels=kernels, weights=weights)
-        operands = self._decode_operands(key)
+        operands = DecodeOperands.padding(
+            self._num_rows(key),
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
+        )
         for replica, part in enumerate(rows):
             for row in part:
                 self._sync_pages(row.seq, is_new=False)
@@ -440,15 +447,6 @@ class ModelRunner:
                 operands.count[at] = [r.num_tokens for r in part]
                 self._put_tables(operands, at, replica, slots)
         return key, operands.pack()
-
-    def _decode_operands(self, key: ProgramKey) -> DecodeOperands:
-        """Rows of padding of a decode step, or of several windows."""
-        return DecodeOperands.padding(
-            self._num_rows(key),
-            no_slot=self._config.num_slots,
-            table_len=key.table_len,
-            num_tables=self._config.num_tables,
-        )
 
     def _launch_verify(self, rows: list[list[VerifyRow]]) -> Launch:
         size, length = _smallest(self._config.verify_sizes, rows), self._config.verify_window
@@ -485,11 +483,17 @@ class ModelRunner:
         size = _smallest(self._config.verify_sizes, rows)
         length = 1 + max(row.num_drafts for part in rows for row in part)
         key = self._key("windows", rows, size=size, length=length, kernels="invariant")
-        operands = self._decode_operands(key)
+        operands = WindowsOperands.padding(
+            self._num_rows(key),
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
+        )
         for at, row in places(key, rows):
             seq = row.seq
             self._sync_pages(seq, is_new=False)
             operands.slot[at], operands.count[at] = seq.slot, row.num_windows
+            operands.most_tokens[at] = row.most_tokens
             self._put_tables(operands, at, seq.replica, seq.slot)
         return key, operands.pack()
 

@@ -50,6 +50,7 @@ from detjax.engine.running.launch_operands import (
     DecodeOperands,
     PrefillOperands,
     VerifyOperands,
+    WindowsOperands,
     extend_live_range,
     pack_choice,
     pack_verified,
@@ -73,7 +74,7 @@ _OPERANDS = {
     "prefill": PrefillOperands,
     "decode": DecodeOperands,
     "verify": VerifyOperands,
-    "windows": DecodeOperands,
+    "windows": WindowsOperands,
 }
 
 DRAFTS = "drafts"
@@ -156,8 +157,8 @@ class ProgramCache:
     `choice_programs`. Engines of the same sizes may share the programs.
 
     A program of several windows takes `(params, rope tables, cache, slots, sampling, draft state,
-    DecodeOperands)` and returns `(cache, slots, draft state, result)`. Its params have those of the
-    draft model under `DRAFTS`, and a row's `count` is its number of windows.
+    WindowsOperands)` and returns `(cache, slots, draft state, result)`. Its params have those of
+    the draft model under `DRAFTS`.
 
     Attributes:
         num_pages: Cache pages over all replicas.
@@ -601,22 +602,29 @@ class ProgramCache:
 
     def _windows(self, key, params, tables, kv_cache, slots: Slots, sampling, drafts, packed):
         """Windows of each row, one after the other: drafts, then their verification."""
-        given = DecodeOperands.unpack(packed, table_len=key.table_len)
+        given = WindowsOperands.unpack(packed, table_len=key.table_len)
         results = jnp.zeros((len(packed), key.windows, key.length, 3), jnp.int32)
-        one_window = partial(self._nth_window, key, params, tables, sampling, given)
+        start, _ = slots.unplaced(given.slot)
+        last = start + given.most_tokens
+        one_window = partial(self._nth_window, key, params, tables, sampling, given, last)
         carry = kv_cache, slots, drafts, results
         kv_cache, slots, drafts, results = self._loop(key.windows, one_window, carry)
         results = gather_replicas(results) if jax.process_count() > 1 else results
         return kv_cache, slots, drafts, results
 
-    def _nth_window(self, key, params, tables, sampling, given: DecodeOperands, i, carry):
-        """Window i of a launch of several, of each row that wants so many."""
+    def _nth_window(self, key, params, tables, sampling, given: WindowsOperands, last, i, carry):
+        """Window i of a launch of several, which commits no token behind position `last`."""
         kv_cache, slots, drafts, results = carry
         of_model, of_drafts = tables
-        # A row that has its windows is padding.
-        slot = jnp.where(i >= given.count, len(slots.place), given.slot)
-        num_drafts = jnp.full_like(slot, key.length - 1)
-        drafting = dataclasses.replace(given, slot=slot, count=num_drafts)
+        start, _ = slots.unplaced(given.slot)
+        room = last - start - 1  # of d drafts d + 1 tokens may be committed
+        # A row that has its windows, or all its tokens, is padding.
+        slot = jnp.where((i >= given.count) | (room < 0), len(slots.place), given.slot)
+        num_drafts = jnp.clip(room, 0, key.length - 1)
+        drafting = DecodeOperands(
+            slot=slot, is_draft=jnp.ones_like(slot), count=num_drafts,
+            page_table=given.page_table, local_table=given.local_table,
+        )  # fmt: skip
         assert self.drafts is not None
         drafts, slots, _ = self.drafts.draft(
             key.length - 1, params[DRAFTS], of_drafts, drafts, slots, sampling, drafting

@@ -370,28 +370,24 @@ class Scheduler:
 
     def _schedule_windows(self, batch: ScheduledBatch) -> None:
         """Several windows a launch of a draft model, on the terms of several tokens a launch."""
-        if self._config.windows == 1 or any(batch.verifies):
-            return
-        if not all(s.is_prefilled for s in self.running):
-            return
+        speculation, most = self._speculation, self._config.windows
+        if most == 1 or not all(s.is_prefilled and not s.needs_choice for s in self.running):
+            return  # others would wait, or a choice program follows each window
         wanted = [
-            [(seq, self._speculation.num_windows(seq)) for seq in replica.running]
+            [(seq, count) for seq in replica.running if (count := speculation.num_windows(seq))]
             for replica in self._replicas
         ]
-        counts = [count for part in wanted for _, count in part]
-        most_rows = max(sum(count > 0 for _, count in part) for part in wanted)
-        # A choice program follows each window, and a window that is open waits for its own step.
-        is_alike = not any(seq.needs_choice for seq in self.running)
-        is_worth = 2 * max(counts, default=0) > self._config.windows
-        if not (is_alike and is_worth and most_rows <= self._config.verify_rows):
+        fewest = [speculation.fewest_windows(seq) for part in wanted for seq, _ in part]
+        is_worth = 2 * max(fewest, default=0) > most
+        if not is_worth or max(map(len, wanted)) > self._config.verify_rows:
             return
         for replica, part, rows in zip(self._replicas, wanted, batch.windows, strict=True):
             for seq, count in part:
-                last = self._speculation.last_of_windows(seq, count)
+                last = speculation.last_of_windows(seq, count)
                 # Nobody is preempted for tokens that may turn out to lie behind an end.
                 has_pages = self._num_missing_pages(seq, last) <= replica.pool.num_available
-                if count and has_pages and self._ensure_page(replica, seq, last, batch):
-                    rows.append(self._speculation.draft_windows(seq, count))
+                if has_pages and self._ensure_page(replica, seq, last, batch):
+                    rows.append(speculation.draft_windows(seq, count))
 
     # --------------------------------------------------------------------------------------- decode
 

@@ -239,11 +239,15 @@ class Speculation:
         is_whole = not seq.num_drafts and seq.drafter_len is None
         if not (is_whole and self.drafts_by_model(seq) and self.can_decode(seq)):
             return 0
-        return min(self._config.windows, (seq.max_len - seq.len_bound) // (self._most + 1))
+        return min(self._config.windows, seq.max_len - seq.len_bound)
+
+    def fewest_windows(self, seq: Sequence) -> int:
+        """Windows that hold the tokens which a sequence wants, if every draft is right."""
+        return -(-(seq.max_len - seq.len_bound) // (self._most + 1))
 
     def last_of_windows(self, seq: Sequence, num_windows: int) -> int:
         """The last position whose keys and values so many windows need."""
-        return seq.len_bound - 2 + num_windows * (self._most + 1)
+        return seq.len_bound - 2 + self._most_tokens(seq, num_windows)
 
     def draft_windows(self, seq: Sequence, num_windows: int) -> WindowsRow:
         """Make the row of several windows, behind which a new one opens."""
@@ -252,11 +256,16 @@ class Speculation:
             num_preemptions=seq.num_preemptions,
             num_windows=num_windows,
             num_drafts=self._most,
+            most_tokens=self._most_tokens(seq, num_windows),
             source=self._config.draft_weights,
         )
         seq.num_in_flight += max_committed(row)
         open_window(seq)
         return row
+
+    def _most_tokens(self, seq: Sequence, num_windows: int) -> int:
+        """Most tokens that so many windows commit."""
+        return min(num_windows * (self._most + 1), seq.max_len - seq.len_bound)
 
     def propose(self, seq: Sequence) -> HostDrafts | None:
         """Return drafts of the host for a running sequence; None if it decodes, or waits.

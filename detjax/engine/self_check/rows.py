@@ -3,13 +3,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from detjax.engine.config import ReplicaConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.device_arrays import Slots
-from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, VerifyOperands
+from detjax.engine.running.launch_operands import (
+    DecodeOperands,
+    PrefillOperands,
+    VerifyOperands,
+    WindowsOperands,
+)
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import IDLE_ROW, SamplingRows
 from detjax.engine.self_check.probes import Placement
@@ -78,7 +84,7 @@ class RowMaker:
         return slots, SamplingRows.pack(sampling * dp)
 
     def decode(self, key: ProgramKey, group: Group) -> np.ndarray:
-        """Operands of a decode step of `key.length` tokens a row, or of `key.windows` windows."""
+        """Operands of a decode step of `key.length` tokens a row."""
         dp, num_rows = self._config.num_replicas, key.rows
         operands = DecodeOperands.padding(
             dp * num_rows,
@@ -86,9 +92,22 @@ class RowMaker:
             table_len=key.table_len,
             num_tables=self._config.num_tables,
         )
-        count = key.windows if key.kind == "windows" else key.length
         for at, row, tables in self._rows(key, group):
-            operands.slot[at], operands.count[at] = self._slot(row), count
+            operands.slot[at], operands.count[at] = self._slot(row), key.length
+            _put(operands, at, tables)
+        return operands.pack()
+
+    def windows(self, key: ProgramKey, group: Group) -> np.ndarray:
+        """Operands of `key.windows` windows a row, as many tokens as they commit."""
+        operands = WindowsOperands.padding(
+            self._config.num_replicas * key.rows,
+            no_slot=self._config.num_slots,
+            table_len=key.table_len,
+            num_tables=self._config.num_tables,
+        )
+        operands.most_tokens[:] = key.windows * key.length
+        for at, row, tables in self._rows(key, group):
+            operands.slot[at], operands.count[at] = self._slot(row), key.windows
             _put(operands, at, tables)
         return operands.pack()
 
@@ -139,7 +158,7 @@ class RowMaker:
                 _put(operands, at, [its.tables[replica, probe, : key.table_len] for its in places])
         return operands.pack(), SamplingRows.pack(sampling * dp)
 
-    def windows(self, slots: Slots, group: Group) -> np.ndarray:
+    def drafts(self, slots: Slots, group: Group) -> np.ndarray:
         """What is in the windows of a group's slots, [dp, g, W]."""
         window = np.asarray(slots.window)
         window = window.reshape(self._config.num_replicas, self._config.num_slots, -1)
@@ -175,7 +194,7 @@ class RowMaker:
             yield row, page * page_len + (37 * row) % room, i
 
 
-def _put(operands: DecodeOperands | PrefillOperands | VerifyOperands, at: int, tables) -> None:
+def _put(operands: Any, at: int, tables) -> None:
     """Fill in the page tables of a row."""
     for whole, of_row in zip(operands.tables, tables, strict=True):
         whole[at] = of_row

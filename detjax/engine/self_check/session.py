@@ -221,10 +221,10 @@ class Session:
     def _test_windows(self, key, group, first: Sequence[int]) -> Callable[[], _Outcome]:
         """Windows one after the other, whatever is drafted. Of the last one all is compared."""
         slots, sampling = self._rows.slots(key, group, [(i,) for i in first])
-        slots, result = self._run(key, slots, sampling, self._rows.decode(key, group))
+        slots, result = self._run(key, slots, sampling, self._rows.windows(key, group))
 
         def read() -> _Outcome:
-            picked, left = self._pick(key, group, result), self._rows.windows(slots, group)
+            picked, left = self._pick(key, group, result), self._rows.drafts(slots, group)
             shape = *picked.shape[:2], num_tokens(key), picked.shape[-1] - 1
             choices, ids = np.zeros(shape, np.int32), []
             for replica in range(len(picked)):
