@@ -131,7 +131,7 @@ class EngineStats:
         surplus_tokens: Computed for a sequence that had ended one or two steps before.
         decode_transfers: Decode steps whose rows the host sent, as they did not follow from those
             that were on the devices.
-        verify_launches: Verifications.
+        verify_launches: Verifications; a launch of several windows has as many.
         num_windows: Windows verified.
         draft_tokens: Drafts verified.
         accepted_tokens: Drafts committed.

@@ -475,7 +475,7 @@ class ModelRunner:
         """Several windows of each row, whose drafts a draft model or head makes."""
         inputs = tuple(tuple(_windows_inputs(row) for row in part) for part in rows)
         step = self._placed.step("windows", inputs, lambda: self._prepare_windows(rows))
-        self._stats.verify_launches += 1
+        self._stats.verify_launches += max(row.num_windows for part in rows for row in part)
         return self._run(step.key, rows, step.packed, placed=self._placed.place(step))
 
     def _prepare_windows(self, rows: list[list[WindowsRow]]) -> tuple[ProgramKey, np.ndarray]:
