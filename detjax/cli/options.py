@@ -358,11 +358,12 @@ MAX_EXPERT_LORA_RANK = Option(
 )  # fmt: skip
 DECODE_STEPS = replace(
     of_field(EngineConfig, "decode_steps"),
-    help="tokens of each sequence per launch, if every running sequence decodes. More are faster "
-    "for small models, where the host needs longer to launch a step than the device to run it. The "
-    "tokens of a launch are returned together, those after the end of a completion are dropped, "
-    "and a new request waits for the launch to end. With --mode dvr at most the drafts "
-    "of a verification window, 31 by default",
+    help="steps of the model per launch, if every running sequence decodes: tokens of each "
+    "sequence, or windows of a draft model or head. More are faster for small models, where the "
+    "host needs longer to launch a step than the device to run it. The tokens of a launch are "
+    "returned together, those after the end of a completion are dropped, and a new request waits "
+    "for the launch to end. With --mode dvr at most the drafts of a verification window, 31 by "
+    "default",
 )
 SELF_CHECK = replace(
     of_field(EngineConfig, "self_check"),

@@ -15,9 +15,13 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.self_check.evidence import CheckDifference
+from detjax.models.bundled import bundled_model_path
 from detjax.models.config import LinearAttentionConfig
 from detjax.models.heads.head import AnyDraftModel
+from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.mesh import make_mesh
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head
@@ -291,21 +295,34 @@ def test_as_many_windows_as_steps_where_one_rank_has_a_layer(tp, asked, max_len,
 # ------------------------------------------------------------------------------------- self-check
 
 
-def checked(model, head) -> tuple[int, CheckDifference | None]:
+def checked(model, draft, method: str = "eagle3", **changes) -> tuple[int, CheckDifference | None]:
     """Check the programs of an engine: how many of windows there are, and what was found."""
-    programs = ProgramCache(
-        model, num_pages=PAGES, num_slots=2, window_len=WINDOW, draft_model=head
-    )
-    config = EngineConfig(**SIZES | EAGLE3 | {"self_check": "start"})
-    made = Engine(model, config, programs=programs, draft_model=head)
-    made.compile(requests=two())
-    keys = [key for key in programs.checked if getattr(key, "kind", "") == "windows"]
-    return len(keys), made._claim.difference
+    sizes = SIZES | {"self_check": "start", "verify_batches": (1,), "adapts_drafts": True}
+    config = EngineConfig(**sizes | EAGLE3 | {"draft_weights": method} | changes)
+    made = Engine(model, config, draft_model=draft)
+    made.compile()
+    kinds = [getattr(key, "kind", "") for key in made._runner.programs.checked]
+    return kinds.count("windows"), made._claim.difference
 
 
 @pytest.mark.slow
-def test_a_program_of_windows_is_compared_with_prefill(model, head):
-    assert checked(model, head) == (1, None)
+def test_programs_of_windows_are_compared_with_prefill(model, head):
+    """Of one and two rows, one and three drafts: each writes as many tokens as drafts are right."""
+    assert checked(model, head) == (4, None)
+    own = dummy_model(MODEL)
+    assert checked(model, own, "draft_model") == (4, None)
+    assert checked(model, dummy_model(MODEL, seed=3), "draft_model") == (4, None)
+
+
+@pytest.mark.slow
+def test_what_a_launch_of_windows_leaves_behind_its_tokens_is_no_difference():
+    """A trained model that drafts for itself accepts more in one launch than in another."""
+    trained = load_model(
+        str(bundled_model_path()), profile=NumericsProfile(), mesh=make_mesh(1, 1),
+        backend=Backend.PORTABLE,
+    )  # fmt: skip
+    sizes = {"batch_size": 8, "max_len": 256, "num_pages": 0, "verify_rows": 8}
+    assert checked(trained, trained, "draft_model", **sizes) == (4, None)
 
 
 @pytest.mark.slow

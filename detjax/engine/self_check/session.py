@@ -135,6 +135,10 @@ class Session:
         tests = [self._test(key, group, is_other=False) for group in groups]
         written = self._checksums()
         outcomes = [read() for read in tests]
+        if key.kind == "windows":
+            # WHY: they write as many tokens as drafts were right. What lies behind is of another
+            # launch each time, and a checksum is of a whole page.
+            self._written.clear()
         self._prefill_all(groups, outcomes)
         found = []
         for group, outcome in zip(groups, outcomes, strict=True):
