@@ -105,6 +105,7 @@ _MAX_WAITING = replace(
 ENGINE_OPTIONS = (
     options.MODE,
     options.SPECULATIVE_CONFIG,
+    options.DECODE_STEPS,
     options.TP,
     options.DP,
     options.MAX_LEN,

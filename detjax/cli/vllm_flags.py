@@ -55,6 +55,7 @@ IN_PLACE_OF = {
     "--no-async-scheduling": _AHEAD,
     "--no-enable-log-requests": _NO_TEXT,
     "--no-enable-prefix-caching": _Answer("the cache is always on", "a cache_salt in each request"),
+    "--num-scheduler-steps": _Answer("a launch may have several steps", "--decode-steps"),
     "--optimization-level": _COMPILED,
     "--override-generation-config": _Answer(
         "defaults are read from there", "generation_config.json of the checkpoint"

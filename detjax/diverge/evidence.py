@@ -74,7 +74,9 @@ def reproduction_of(
         wide = {**mesh, "batch": rows * dp, "row": difference.row}
         if kind == "prefill":
             a, b = Setting(**mesh, batch=dp), Setting(**wide, chunk=length)
-        elif kind in ("verify", "windows"):
+        elif kind == "windows":
+            raise ValueError(f"no setting has several windows a launch: {difference.program!r}")
+        elif kind == "verify":
             b = Setting(**wide, mode="dvr")
         else:
             b = Setting(**wide, decode_steps=length)

@@ -198,8 +198,9 @@ class EngineConfig:
             )
         if self.has_prompt_lookup and self.decode_steps > 1:
             raise ValueError(
-                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which reads "
-                "every token before it proposes the next"
+                f"decode_steps={self.decode_steps} does not go with has_prompt_lookup, which the "
+                "speculative methods ngram and suffix set: every token is read before the next is "
+                "proposed"
             )
         if self.has_prompt_lookup and self.mode != "invariant":
             raise ValueError(
@@ -257,9 +258,9 @@ class ReplicaConfig:
         local_reach: Tokens back that local layers read, the token itself included.
         has_adapters: Whether the model has room for adapters, so that steps of rows without any
             have programs of their own.
-        windows: Windows of a draft model or head that one launch drafts and verifies: as many as
-            `decode_steps` and `max_len` allow; one where ranks share layers, as kernels that
-            exchange write behind the back of XLA, and a loop may copy what they write.
+        windows: Windows of a draft model or head that one launch drafts and verifies: at most
+            `decode_steps`, and those that fit on a page; one where ranks share layers, as kernels
+            that exchange write behind the back of XLA, and a loop may copy what they write.
 
     Raises:
         ValueError: If no prefill would fit into a step beside everything else.
@@ -380,7 +381,8 @@ class ReplicaConfig:
             + max(rows * length for rows, length in shapes)
         )
         fewer = (batch for batch in config.verify_batches if batch < verify_rows)
-        most_windows = config.max_len // config.verify_window
+        # WHY: a check of programs has room for their tokens on a page, beside other rows.
+        most_windows = min(config.max_len, page_len - 1) // config.verify_window
         has_windows = config.draft_weights in DRAFTS_OF_OTHERS and tp == 1
         return cls(
             mode=config.mode,

@@ -86,7 +86,10 @@ def access_filter(args: argparse.Namespace) -> Callable[[logging.LogRecord], boo
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `EngineConfig` that are given, and those that follow from the drafts."""
-    names = "mode", "max_len", "batch_size", "decode_batches", "max_waiting", "self_check"
+    names = (
+        "mode", "max_len", "batch_size", "decode_batches", "decode_steps", "max_waiting",
+        "self_check",
+    )  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "decode_batches" in given:
         given["decode_batches"] = tuple(given["decode_batches"])

@@ -10,6 +10,7 @@ import pytest
 from detjax.engine.config import EngineConfig, ReplicaConfig
 from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
@@ -219,6 +220,39 @@ def test_windows_on_two_replicas_change_no_bit(plain):
     assert made.stats().num_windows > 20
 
 
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_cancelling_sleep_and_other_weights_between_launches_change_no_bit(plain):
+    model = dummy_model(MODEL)  # whose weights change
+    head = dummy_head(model, dummy_eagle(MODEL, draft_vocab_size=9))
+    made = Engine(model, EngineConfig(**SIZES | EAGLE3), draft_model=head)
+    gone = made.add_request((3, 1, 2), GREEDY)
+    asked = two()[0]
+    kept = made.add_request(asked.prompt_token_ids, asked.sampling)
+    while made.stats().num_windows < 10:
+        made.step()
+    made.cancel(gone)
+    ends = {o.request_id: o for o in made.drain() if o.finish_reason is not None}
+    assert ends[kept].finish_reason is FinishReason.LENGTH
+    made.sleep()
+    made.wake_up()
+    assert_same_completions(made.generate(two()), plain)
+    made.load_weights(dummy_model(MODEL, seed=5).params, version=1)
+    expected = Engine(dummy_model(MODEL, seed=5), EngineConfig(**SIZES)).generate(two())
+    assert [done.token_ids for done in expected] != [done.token_ids for done in plain]
+    assert_same_completions(made.generate(two()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_more_sequences_than_a_verification_has_rows_change_no_bit(model, head, plain):
+    sizes = SIZES | {"batch_size": 5, "num_pages": 15}
+    asked = [*two(), *two(), *two()]
+    made = Engine(model, EngineConfig(**sizes | EAGLE3), draft_model=head)
+    assert_same_completions(made.generate(asked), [*plain, *plain, *plain])
+    assert made.stats().num_windows > 60
+
+
 def drafted_by(model, draft: AnyDraftModel, method: str, **changes) -> Engine:
     sizes = SIZES | {"draft_weights": method, "decode_steps": 4} | changes
     return Engine(model, EngineConfig(**sizes), draft_model=draft)
@@ -282,7 +316,7 @@ def test_a_request_that_needs_a_choice_program_has_a_window_a_launch(engine):
 
 @pytest.mark.parametrize(
     ("tp", "asked", "max_len", "windows"),
-    [(1, 4, 384, 4), (2, 4, 384, 1), (1, 1, 384, 1), (1, 400, 384, 96), (1, 4, 6, 1)],
+    [(1, 4, 384, 4), (2, 4, 384, 1), (1, 1, 384, 1), (1, 400, 384, 31), (1, 4, 6, 1)],
 )
 def test_as_many_windows_as_steps_where_one_rank_has_a_layer(tp, asked, max_len, windows):
     config = EngineConfig(**SIZES | EAGLE3 | {"decode_steps": asked, "max_len": max_len})
@@ -312,6 +346,11 @@ def test_programs_of_windows_are_compared_with_prefill(model, head):
     own = dummy_model(MODEL)
     assert checked(model, own, "draft_model") == (4, None)
     assert checked(model, dummy_model(MODEL, seed=3), "draft_model") == (4, None)
+    few = dummy_config(vocab_size=3, num_layers=4)  # replicas accept different numbers of tokens
+    model = dummy_model(few, dp=2)
+    head = dummy_head(model, dummy_eagle(few, draft_vocab_size=3))
+    sizes = {"batch_size": 4, "num_pages": 2 * PAGES, "decode_lens": (256,)}
+    assert checked(model, head, **sizes) == (8, None)
 
 
 @pytest.mark.slow

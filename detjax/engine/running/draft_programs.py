@@ -150,6 +150,7 @@ class DraftPrograms:
     def _decode(
         self, key: ProgramKey, params, tables, state: DraftState, slots: Slots, sampling, packed
     ):
+        """Up to `key.length` drafts of each row."""
         given = DecodeOperands.unpack(packed, table_len=key.table_len)
         state, slots, results = self.draft(
             key.length, params, tables, state, slots, sampling, given

@@ -220,6 +220,7 @@ class HeadPrograms:
     def _decode(
         self, key: ProgramKey, params, tables, state: HeadState, slots: Slots, sampling, packed
     ):
+        """Up to `key.length` drafts of each row."""
         given = DecodeOperands.unpack(packed, table_len=key.table_len)
         state, slots, results = self.draft(
             key.length, params, tables, state, slots, sampling, given

@@ -97,26 +97,22 @@ class Launch:
         return dataclasses.replace(result, choice=choice)
 
 
-def _decode_inputs(row: DecodeRow) -> tuple[Hashable, ...]:
+def _inputs(row: DecodeRow | WindowsRow, *of_row: Hashable) -> tuple[Hashable, ...]:
     """What the operands of a row follow from.
 
     Until it is preempted a sequence only gets pages; those of local layers come and go.
     """
     seq = row.seq  # not kept itself: an engine at rest knows no request
-    return (
-        seq.request_id, seq.sequence_idx,
-        row.num_preemptions, len(seq.pages), seq.held, row.is_draft, row.num_tokens,
-    )  # fmt: skip
+    place = row.num_preemptions, len(seq.pages), seq.held
+    return seq.request_id, seq.sequence_idx, *place, *of_row
+
+
+def _decode_inputs(row: DecodeRow) -> tuple[Hashable, ...]:
+    return _inputs(row, row.is_draft, row.num_tokens)
 
 
 def _windows_inputs(row: WindowsRow) -> tuple[Hashable, ...]:
-    """The like of a row of several windows."""
-    seq = row.seq
-    return (
-        seq.request_id, seq.sequence_idx,
-        row.num_preemptions, len(seq.pages), seq.held,
-        row.num_windows, row.num_drafts, row.most_tokens,
-    )  # fmt: skip
+    return _inputs(row, row.num_windows, row.num_drafts, row.most_tokens)
 
 
 def places[T: Row](key: ProgramKey, rows: abc.Sequence[abc.Sequence[T]]) -> Iterator[tuple[int, T]]:
@@ -277,8 +273,10 @@ class ModelRunner:
         launches = []
         if any(batch.verifies):
             launches.append(self._launch_verify(batch.verifies))
-        if any(batch.windows):
-            launches.append(self._launch_windows(batch.windows))
+        most = self._config.verify_rows
+        for first in range(0, max(map(len, batch.windows)), most):
+            some = [part[first : first + most] for part in batch.windows]
+            launches.append(self._launch_windows(some, first))
         if any(batch.prefills):
             assert batch.prefill_shape is not None
             launches.append(self._launch_prefill(batch.prefills, batch.prefill_shape))
@@ -471,10 +469,14 @@ class ModelRunner:
         self._stats.verify_launches += 1
         return self._run(key, rows, operands.pack(), windows=operands)
 
-    def _launch_windows(self, rows: list[list[WindowsRow]]) -> Launch:
-        """Several windows of each row, whose drafts a draft model or head makes."""
+    def _launch_windows(self, rows: list[list[WindowsRow]], first: int) -> Launch:
+        """Several windows of each row, whose drafts a draft model or head makes.
+
+        They are the rows of the batch from `first` on.
+        """
         inputs = tuple(tuple(_windows_inputs(row) for row in part) for part in rows)
-        step = self._placed.step("windows", inputs, lambda: self._prepare_windows(rows))
+        name = f"windows from {first}"
+        step = self._placed.step(name, inputs, lambda: self._prepare_windows(rows))
         self._stats.verify_launches += max(row.num_windows for part in rows for row in part)
         return self._run(step.key, rows, step.packed, placed=self._placed.place(step))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of decode steps, kept from step to step, on the host and then on the devices.
+"""The rows of steps that decode, kept from step to step, on the host and then on the devices.
 
 Until a sequence comes, goes or needs a page, every decode step has the same rows. They are laid out
 once: on a small model the host is what a step waits for. From their second step on they stay on the
@@ -20,11 +20,11 @@ from detjax.engine.running.program_key import ProgramKey
 
 @dataclass(kw_only=True, slots=True)
 class DecodeStep:
-    """A decode step that may be launched many times. `PlacedRows` alone changes it.
+    """A decode step, or windows, that may be launched many times. `PlacedRows` alone changes it.
 
     Attributes:
         key: Its program.
-        packed: `DecodeOperands`, int32, on the host.
+        packed: `DecodeOperands` or `WindowsOperands`, int32, on the host.
         inputs: What both follow from.
         was_sent: Whether it has been launched.
         placed: `packed` on the devices; None before the second launch.
@@ -38,7 +38,7 @@ class DecodeStep:
 
 
 class PlacedRows:
-    """The last decode step of each kind of weights."""
+    """The last step of each name."""
 
     def __init__(self, mesh: Mesh, stats: EngineStats):
         """Keep no step yet.
@@ -51,19 +51,19 @@ class PlacedRows:
         self._last: dict[str, DecodeStep] = {}
 
     def step(
-        self, weights: str, inputs: Hashable, make: Callable[[], tuple[ProgramKey, np.ndarray]]
+        self, name: str, inputs: Hashable, make: Callable[[], tuple[ProgramKey, np.ndarray]]
     ) -> DecodeStep:
-        """Return the last step with these weights if it had these inputs, else a new one.
+        """Return the last step of a name if it had these inputs, else a new one.
 
         Args:
-            weights: What the program computes with.
+            name: The weights that it decodes with, or which of the step's windows it has.
             inputs: What the program and its operands follow from.
             make: Makes the program and the operands, which must not be written over.
         """
-        last = self._last.get(weights)
+        last = self._last.get(name)
         if last is None or last.inputs != inputs:
             key, packed = make()
-            last = self._last[weights] = DecodeStep(key=key, packed=packed, inputs=inputs)
+            last = self._last[name] = DecodeStep(key=key, packed=packed, inputs=inputs)
         return last
 
     def place(self, step: DecodeStep) -> np.ndarray | jax.Array:

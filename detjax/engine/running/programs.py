@@ -538,14 +538,14 @@ class ProgramCache:
         features = [left.pop()] if key.leaves_features else []
         given = VerifyOperands.unpack(packed, table_len=key.table_len, length=key.length)
         state = kv_cache, slots, features
-        kv_cache, slots, features, logits, result = self._verify_windows(
+        kv_cache, slots, features, logits, result = self._verify_rows(
             key, params, tables, state, sampling, given
         )
         for table in given.tables:
             result = extend_live_range(table, result)
         return kv_cache, slots, *_left(left, logits), *features, result
 
-    def _verify_windows(
+    def _verify_rows(
         self, key, params, tables, state: tuple, sampling, given: VerifyOperands
     ) -> tuple:
         """The canonical choice at every position of each window, and how far the drafts agree.
@@ -635,7 +635,7 @@ class ProgramCache:
             token_ids=jnp.zeros((len(slot), key.length), jnp.int32),
         )  # fmt: skip
         features = [drafts.features] if isinstance(drafts, HeadState) else []
-        kv_cache, slots, features, _, result = self._verify_windows(
+        kv_cache, slots, features, _, result = self._verify_rows(
             key, params, of_model, (kv_cache, slots, features), sampling, window
         )
         if isinstance(drafts, HeadState):

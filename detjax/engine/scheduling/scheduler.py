@@ -378,8 +378,7 @@ class Scheduler:
             for replica in self._replicas
         ]
         fewest = [speculation.fewest_windows(seq) for part in wanted for seq, _ in part]
-        is_worth = 2 * max(fewest, default=0) > most
-        if not is_worth or max(map(len, wanted)) > self._config.verify_rows:
+        if 2 * max(fewest, default=0) <= most:
             return
         for replica, part, rows in zip(self._replicas, wanted, batch.windows, strict=True):
             for seq, count in part:

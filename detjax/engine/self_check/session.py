@@ -65,7 +65,7 @@ class _Outcome:
         ids: Tokens that it computed, [dp][g] tuples.
         choices: int32 [dp, g, T, X], as they are packed.
         has_all: Whether `choices` is of every token, else of the last.
-        committed: int32 [dp, g], tokens that a window committed; None but for a verification.
+        committed: int32 [dp, g], tokens that windows committed; None where there are none.
     """
 
     ids: list[list[tuple[int, ...]]]
@@ -231,6 +231,7 @@ class Session:
             picked, left = self._pick(key, group, result), self._rows.drafts(slots, group)
             shape = *picked.shape[:2], num_tokens(key), picked.shape[-1] - 1
             choices, ids = np.zeros(shape, np.int32), []
+            totals = picked[:, :, :, 0, -1].sum(axis=2)
             for replica in range(len(picked)):
                 ids.append([])
                 for i, windows in enumerate(picked[replica]):
@@ -242,7 +243,7 @@ class Session:
                     before = [first[i], *chosen[: len(chosen) - key.length, 0].tolist()]
                     # The last window's drafts are still behind its first token, or what follows it.
                     ids[-1].append((*before, *left[replica, i, 1 : key.length].tolist()))
-            return _Outcome(ids=ids, choices=choices, has_all=True)
+            return _Outcome(ids=ids, choices=choices, has_all=True, committed=totals)
 
         return read
 
@@ -283,8 +284,11 @@ class Session:
         """
         pending: dict[int, tuple[int, ...]] = {}
         for group, outcome in zip(groups, outcomes, strict=True):
-            for replica, (i, probe) in itertools.product(
-                range(self._config.num_replicas), enumerate(group.probes)
+            # WHY: shorter ones first, as prefill writes on all replicas, and a checksum is of a
+            # whole page: windows of one replica may write more tokens of a probe than another's.
+            for replica, (i, probe) in sorted(
+                itertools.product(range(self._config.num_replicas), enumerate(group.probes)),
+                key=lambda of, outcome=outcome: len(outcome.ids[of[0]][of[1][0]]),
             ):
                 ids = outcome.ids[replica][i]
                 for j in _compared(len(ids), is_first=i == 0, has_all=outcome.has_all):
@@ -353,7 +357,7 @@ class Session:
         return not np.array_equal(got, want)
 
     def _check_committed(self, key, group, outcome: _Outcome) -> list[CheckDifference]:
-        """Whether a verification commits the drafts before the first wrong one, and its own."""
+        """Whether windows commit the drafts before the first wrong one, and one token more."""
         found = []
         assert outcome.committed is not None
         for i, probe in enumerate(group.probes):
