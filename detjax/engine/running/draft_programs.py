@@ -6,6 +6,7 @@ cache holds the tokens of page p of the other. It runs by the engine's own kerne
 quicker by these, and by XLA's elsewhere. Its drafts make no claim either way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -125,7 +126,10 @@ class DraftPrograms:
             in_specs, in_place = (*of_model, BY_ROW), (2,)
         else:
             of_result = P() if jax.process_count() > 1 else BY_ROW
-            body, operands = self._decode, (*given, self._slots, self._sampling, packed)
+            body, operands = (
+                partial(draft_packed, self.draft),
+                (*given, self._slots, self._sampling, packed),
+            )
             in_specs, in_place = (*of_model, BY_ROW, BY_ROW, BY_ROW), (2, 3)
             out_specs = DRAFT_SPECS, BY_ROW, of_result
         specs = in_specs, out_specs
@@ -146,17 +150,6 @@ class DraftPrograms:
             position=state.position.at[given.slot].set(given.start + last, mode="drop"),
             token=state.token.at[given.slot].set(token, mode="drop"),
         )
-
-    def _decode(
-        self, key: ProgramKey, params, tables, state: DraftState, slots: Slots, sampling, packed
-    ):
-        """Up to `key.length` drafts of each row."""
-        given = DecodeOperands.unpack(packed, table_len=key.table_len)
-        state, slots, results = self.draft(
-            key.length, params, tables, state, slots, sampling, given
-        )
-        # A process reads the results of its own devices alone.
-        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
 
     def draft(
         self,
@@ -227,6 +220,16 @@ class DraftPrograms:
             exchange=params.get("exchange"),
         )  # fmt: skip
         return pages, pack_choice(choice)
+
+
+def draft_packed(
+    draft: Callable, key: ProgramKey, params, tables, state, slots: Slots, sampling, packed
+) -> tuple[Any, Slots, Int32[Array, "B T 2"]]:
+    """Up to `key.length` drafts of each row, by `draft` of a draft model or head."""
+    given = DecodeOperands.unpack(packed, table_len=key.table_len)
+    state, slots, results = draft(key.length, params, tables, state, slots, sampling, given)
+    # A process reads the results of its own devices alone.
+    return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
 
 
 def check_draft_model(draft: AnyDraftModel, model: LoadedModel, *, max_len: int) -> None:

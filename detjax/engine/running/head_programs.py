@@ -32,6 +32,7 @@ from detjax.engine.running.device_arrays import (
     rows_shape,
     window_place,
 )
+from detjax.engine.running.draft_programs import draft_packed
 from detjax.engine.running.launch_operands import DecodeOperands, PrefillOperands, pack_choice
 from detjax.engine.running.program_key import ProgramKey
 from detjax.engine.sampling.sampling import SamplingRows, choose_among, choose_plain
@@ -45,7 +46,6 @@ from detjax.models.heads.head import (
 from detjax.models.layers import ForwardContext, Tokens
 from detjax.models.loading import LoadedModel
 from detjax.models.params import Params
-from detjax.parallel.distributed import gather_replicas
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
 
 
@@ -191,7 +191,10 @@ class HeadPrograms:
             in_specs, in_place = (*of_model, BY_ROW, BY_ROW), (2,)
         else:
             of_result = P() if jax.process_count() > 1 else BY_ROW
-            body, operands = self._decode, (*given, self._slots, self._sampling, packed)
+            body, operands = (
+                partial(draft_packed, self.draft),
+                (*given, self._slots, self._sampling, packed),
+            )
             in_specs, in_place = (*of_model, BY_ROW, BY_ROW, BY_ROW), (2, 3)
             out_specs = HEAD_SPECS, BY_ROW, of_result
         specs = in_specs, out_specs
@@ -216,17 +219,6 @@ class HeadPrograms:
             position=old.position.at[given.slot].set(given.start + given.count, mode="drop"),
         )
         return HeadState(pages=pages, features=features)
-
-    def _decode(
-        self, key: ProgramKey, params, tables, state: HeadState, slots: Slots, sampling, packed
-    ):
-        """Up to `key.length` drafts of each row."""
-        given = DecodeOperands.unpack(packed, table_len=key.table_len)
-        state, slots, results = self.draft(
-            key.length, params, tables, state, slots, sampling, given
-        )
-        # A process reads the results of its own devices alone.
-        return state, slots, gather_replicas(results) if jax.process_count() > 1 else results
 
     def draft(
         self,
