@@ -851,7 +851,6 @@ PROGRAMS = {
         "windows", weights="full", rows=8, table_len=10, length=4, windows=8
     ),
     "narrow_windows": lambda: narrow_windows(rows=8, table_len=5, length=5, windows=8),
-    "narrow_windows_one": lambda: narrow_windows(rows=1, table_len=5, length=5, windows=8),
     "pressed_head_window_one": lambda: pressed_head(
         "decode", weights="eagle3", rows=1, table_len=34, length=3
     ),

@@ -38,6 +38,9 @@ UNCLAIMED = {name for name in PROGRAMS if name.startswith(("upstream_", "unguard
 }  # fmt: skip
 """Programs that claim no bits."""
 
+DRAFTING = {"pressed_head_windows", "narrow_windows"}
+"""Programs whose verification claims bits, and whose drafts by a head do not."""
+
 NEW_TOKEN_SPILL_BYTES = 28
 """Where a CTA takes whole sequences and rotates their new tokens: scalars, once a sequence, outside
 the loop over blocks."""
@@ -64,15 +67,18 @@ def compiled(name: str, *, dump_to: Path | None = None) -> dict:
     assert run.returncode == 0, run.stderr[-3000:]
     program = json.loads(run.stdout.splitlines()[-1])
     if name not in UNCLAIMED:
-        assert_rounds_as_its_source_says(program)
+        assert_rounds_as_its_source_says(program, drafts=name in DRAFTING)
     return program
 
 
-def assert_rounds_as_its_source_says(program: dict) -> None:
-    """No kernel leaves it to ptxas whether to round, and XLA's own code rounds nothing."""
+def assert_rounds_as_its_source_says(program: dict, *, drafts: bool = False) -> None:
+    """No kernel leaves it to ptxas whether to round, and XLA's own code rounds nothing.
+
+    Where the program also drafts by a head, XLA's code is of that.
+    """
     found = {k["name"]: k["contractions"] for k in program["kernels"] if k["contractions"]}
     assert found == {}
-    assert program["float_arithmetic"] == []
+    assert drafts or program["float_arithmetic"] == []
 
 
 def wgmma(program: dict, kernel: str) -> set[tuple[str, ...]]:
@@ -441,6 +447,13 @@ def test_a_step_of_narrow_rows_copies_nothing(name):
     program = compiled(name)
     assert program["copies"] == program["faults"] == []
     assert "detjax_linear_combine" in {kernel["name"] for kernel in program["kernels"]}
+
+
+def test_several_windows_of_a_small_model_are_a_loop_that_copies_nothing():
+    program = compiled("narrow_windows")
+    assert program["copies"] == program["faults"] == []
+    assert program["temp_bytes"] < 32 << 20
+    assert spills(program) == {}
 
 
 def readers_of_results(dumped: Path) -> list[int]:
