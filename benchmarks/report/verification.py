@@ -357,6 +357,7 @@ CLAIMS = (
             "tests/engine/test_speculation.py::test_a_drafter_of_the_host_changes_no_bit",
             "tests/engine/test_eagle.py::test_a_head_changes_no_bit",
             "tests/engine/test_mtp.py::test_a_head_changes_no_bit",
+            "tests/engine/test_windows.py::test_several_windows_a_launch_change_no_bit",
         ),
         evidence=Evidence(
             command="speculation", subject="speculation",

@@ -153,19 +153,24 @@ def test_a_product_that_adds_to_its_input_in_interpret_mode(kind, num_rows, few_
 
 
 def test_a_product_that_keeps_its_normalised_rows_in_interpret_mode(one_cta):
-    """Those of a router, whose experts take them too."""
-    x, gain, w = drawn(2, 3, 512), drawn(3, 512), drawn(7, 64, 512, scale=0.05)
+    """Those of a router, whose experts take them too.
+
+    # WHY: each sum has two terms that are not zero, and so one rounding. XLA's products of a CPU
+    # have other bits for other shapes on some processors.
+    """
+    x, gain = drawn(2, 3, 512), drawn(3, 512)
+    rng, w = np.random.default_rng(7), np.zeros((64, 512), np.float32)
+    for row in w:
+        row[rng.choice(512, 2, replace=False)] = 2.0 ** rng.integers(-2, 2, 2)
+    w = jnp.asarray(w, BF16)
     out, total, rows = linear_sm90.combine_norm_linear(
         None, x, gain, w, eps=EPS, out_dtype=F32, interpret=INTERPRET
     )
     want = rms_norm(x, gain, eps=EPS, interpret=True)
     assert_bitwise_equal(rows, want, claim="the rows of a norm of its own")
     assert_bitwise_equal(total, x, claim="the residual stream as it was")
-    plain = FlatTiles(cols=8, k=256, stages=2)
-    product = matmul(
-        want, w, None, None, leaf_len=512, out_dtype=F32, tiles=plain, interpret=INTERPRET
-    )
-    assert_bitwise_equal(out, product, claim="the product of these rows")
+    product = np.asarray(want, np.float64) @ np.asarray(w, np.float64).T
+    assert_bitwise_equal(out, product.astype(np.float32), claim="the product of these rows")
 
 
 def eight_bits(kind: str, *dims: int) -> W8A8Matrix:

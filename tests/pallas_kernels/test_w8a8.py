@@ -526,12 +526,16 @@ def test_products_quantise_few_rows_in_interpret_mode(num_rows, has_norm, coding
 
     held = HeldRows(channels=1024, dtype=coding.dtype, helpers=min(2, num_rows - 1))
     found = product(rows, InputNorm(gain=gain, coding=coding, eps=1e-5), held)
-    want = product(sm90_w8a8.quantized(rows, interpret=True))
+    quantised = sm90_w8a8.quantized(rows, interpret=True)
+    want = product(quantised)
     assert_bitwise_equal(found, want, claim="the bits of two launches")
     if num_rows == 5:
         norm = InputNorm(gain=gain, coding=coding, eps=1e-5)
         found = product(rows, norm, held, live_rows=32)
-        assert_bitwise_equal(found, want, claim="the same by tiles of part of a block")
+        # WHY: on some processors XLA's products have other bits for other shapes, except of
+        # integers.
+        by_tile = want if kind == INT8 else product(quantised, live_rows=32)
+        assert_bitwise_equal(found, by_tile, claim="the same by tiles of part of a block")
     # Control: another scale.
     if num_rows > 1 and not coding.bound and not coding.group_len:
         other = dataclasses.replace(coding, scale=jnp.asarray([0.02], F32))

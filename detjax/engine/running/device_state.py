@@ -315,7 +315,10 @@ class DeviceState:
     def _windows(
         self, program: Callable, params: dict, arrays: tuple, operands: tuple
     ) -> tuple[tuple, None, None, Any]:
-        """Call a program of several windows, which changes what the draft model keeps as well."""
+        """Call a program of several windows, which changes what the draft model keeps as well.
+
+        A check has slots that sequences have, too: these may be drafted worse for it.
+        """
         assert self._programs.drafts is not None
         tables = self._model.rope_tables, self._programs.drafts.model.rope_tables
         called = program(params, tables, *arrays, self._drafts, *operands)
