@@ -610,7 +610,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--answer-batch", type=int, default=0, help="answers at once; 0: 8, or 512 on a GPU"
     )
-    parser.add_argument("--answer-steps", type=int, default=0, help="their steps of a launch")
+    parser.add_argument(
+        "--answer-steps",
+        type=int,
+        default=0,
+        help="steps of a launch, also of the timed runs at the end; 0: 1, or 4 on a GPU",
+    )
     parser.add_argument("--backend", default="auto")
     return parser
 

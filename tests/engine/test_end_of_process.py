@@ -26,7 +26,8 @@ slow = jax.jit(lambda x: jax.lax.fori_loop(0, 80, lambda i, x: jnp.tanh(x @ x), 
 x = jnp.ones((600, 600), jnp.float32)
 jax.block_until_ready(slow(x))
 key = types.SimpleNamespace(
-    name="slow", logit_rows=0, leaves_hidden=False, leaves_features=False, weights="full"
+    kind="decode", name="slow", logit_rows=0, leaves_hidden=False, leaves_features=False,
+    weights="full",
 )
 launched = device.run(key, lambda params, tables, *state: (slow(x),), llm.model.params)
 assert not launched.result().choice.is_ready()

@@ -16,6 +16,7 @@ from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.running.programs import ProgramCache
 from detjax.engine.scheduling.draft_choice import DraftChoice
 from detjax.engine.self_check.evidence import CheckDifference
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.bundled import bundled_model_path
 from detjax.models.config import LinearAttentionConfig
 from detjax.models.heads.head import AnyDraftModel
@@ -23,6 +24,7 @@ from detjax.models.loading import load_model
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
+from detjax.testing.adapters import random_adapter
 from detjax.testing.drafts import commit_drafts_unseen, drafts_of, every_third_wrong, mixed_requests
 from detjax.testing.dummies import assert_same_completions, dummy_config, dummy_model
 from detjax.testing.eagle import dummy_eagle, dummy_head
@@ -292,6 +294,33 @@ def test_windows_of_a_hybrid_change_no_bit():
     made = drafted_by(model, dummy_model(config, profile=profile, seed=3), "draft_model", **sizes)
     assert_same_completions(made.generate(two()), expected)
     assert made.stats().num_windows > 20
+
+
+@pytest.mark.slow
+@pytest.mark.invariance
+def test_windows_of_rows_with_adapters_and_without_change_no_bit(plain):
+    adapters = [random_adapter(MODEL, seed=seed, rank=8) for seed in (1, 2)]
+    sizes = SIZES | {"batch_size": 4, "num_pages": 2 * PAGES}
+    asked = [
+        dataclasses.replace(one, adapter=name)
+        for name in ("", *(adapter.sha256 for adapter in adapters))
+        for one in two()
+    ]
+
+    def answers(**options) -> tuple[list[Completion], Engine]:
+        model = open_adapters(dummy_model(MODEL), AdapterSizes(max_loras=2, max_lora_rank=16))
+        made = Engine(model, EngineConfig(**sizes | options), draft_model=dummy_model(MODEL))
+        for adapter in adapters:
+            made.add_adapter(adapter)
+        return made.generate(asked), made
+
+    expected, _ = answers()
+    assert_same_completions(expected[:2], plain)
+    assert len({done.digest() for done in expected}) == len(asked), "adapters change answers"
+    found, made = answers(draft_weights="draft_model", decode_steps=4)
+    assert_same_completions(found, expected)
+    kinds = {(key.kind, key.has_adapters) for key in made._runner.programs}
+    assert ("windows", True) in kinds
 
 
 # -------------------------------------------------------------------------------------- scheduling

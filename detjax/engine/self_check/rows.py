@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -194,7 +193,9 @@ class RowMaker:
             yield row, page * page_len + (37 * row) % room, i
 
 
-def _put(operands: Any, at: int, tables) -> None:
+def _put(
+    operands: DecodeOperands | PrefillOperands | VerifyOperands | WindowsOperands, at: int, tables
+) -> None:
     """Fill in the page tables of a row."""
     for whole, of_row in zip(operands.tables, tables, strict=True):
         whole[at] = of_row
