@@ -105,7 +105,8 @@ class LLMConfig:
             "backend": f"{self.backend.value} ({self.backend_reason})",
             "mesh": f"dp {self.dp} x tp {self.tp}",
             "batch": f"{engine.batch_size} at once, prompts in chunks of {engine.prefill_chunk} "
-            f"tokens, room for {engine.max_len}",
+            f"tokens, room for {engine.max_len}"
+            + (f", {engine.decode_steps} steps a launch" if engine.decode_steps > 1 else ""),
             "cache": f"{engine.num_pages} pages{local}, {self.cache_bytes / 2**30:.2f} GiB",
         }
 

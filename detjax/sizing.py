@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from detjax.engine.config import MOSTLY_USEFUL, EngineConfig, check_context
+from detjax.engine.config import DRAFTS_OF_OTHERS, MOSTLY_USEFUL, EngineConfig, check_context
+from detjax.engine.running.launch_times import SEVERAL_WINDOWS, quickest_decode_steps
 from detjax.engine.running.memory import enough_local, pages_that_fit
 from detjax.engine.scheduling.workload import Workload
 from detjax.models.heads.head import AnyDraftModel
@@ -93,6 +94,7 @@ def choose_sizes(
         longest = sizes["max_len"] if work is None else work.longest_prompt
         has_large = longest >= _LONG_PROMPT and _takes_large_prefills(model)
         sizes = _gpu_shapes(sizes, asked, dp=dp, has_large_prefill=has_large) | sizes
+    sizes = {"decode_steps": _decode_steps(model, checked, sizes["batch_size"], work)} | sizes
     config = EngineConfig(**sizes)
     if not checked.num_pages:
         fitting = fit(partial(_local_pages, model, asked, config))
@@ -129,6 +131,19 @@ def _chunk(asked: Mapping[str, Any], work: Workload | None, *, is_gpu: bool, max
     longest = max_len if work is None else work.longest_prompt
     enough = max(_LEAST_CHUNK, 1 << (longest - 1).bit_length())
     return min(asked.get("prefill_chunk", _GPU_CHUNK if is_gpu else _CPU_CHUNK), enough)
+
+
+def _decode_steps(
+    model: LoadedModel, asked: EngineConfig, batch_size: int, work: Workload | None
+) -> int:
+    """Steps of a launch: several of a small model on a GPU, where drafts leave that open."""
+    if asked.mode == "dvr" or asked.has_prompt_lookup:
+        return 1
+    # The longest answer has at least so many tokens.
+    most = asked.max_len if work is None else work.longest - work.longest_prompt
+    steps = quickest_decode_steps(model, batch_size=batch_size, max_tokens=most)
+    has_windows = asked.draft_weights in DRAFTS_OF_OTHERS
+    return min(steps, SEVERAL_WINDOWS) if has_windows else steps
 
 
 def _takes_large_prefills(model: LoadedModel) -> bool:

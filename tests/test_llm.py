@@ -27,8 +27,9 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import CompletionOutput
 from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.requests.request import Request
-from detjax.engine.running import memory
+from detjax.engine.running import launch_times, memory
 from detjax.engine.scheduling.workload import Workload
+from detjax.engine.speculative_config import SpeculativeConfig
 from detjax.engine.trace import Trace
 from detjax.models import hub
 from detjax.models.bundled import bundled_model_path
@@ -532,6 +533,31 @@ def test_a_long_prompt_has_a_larger_prefill(gpu, longest_prompt, batch_size, sha
     of_several = ((4, 512),) if batch_size > 1 else ()
     asked = {"batch_size": batch_size, "max_len": 8192}
     assert gpu(6000, asked).prefill_shapes == (*of_several, (1, 2048))
+
+
+@pytest.mark.parametrize(
+    ("asked", "work", "steps"),
+    [
+        ({}, None, 8),
+        ({"max_prefill_streak": 0}, None, 8),  # as a server asks
+        (SpeculativeConfig(method="eagle3", model="HEAD").engine_options(), None, 4),
+        ({}, Workload(num_sequences=1, longest=228, longest_prompt=100), 8),
+        ({}, Workload(num_sequences=1, longest=227, longest_prompt=100), 1),  # most is for nothing
+        ({"decode_steps": 1}, None, 1),
+        ({"decode_steps": 7, "mode": "dvr"}, None, 7),
+        ({"mode": "dvr"}, None, 1),
+        (SpeculativeConfig(method="ngram").engine_options(), None, 1),
+    ],
+)
+def test_a_small_model_on_a_gpu_has_several_steps_a_launch(gpu, asked, work, steps):
+    assert gpu(6000, asked, work=work).decode_steps == steps
+
+
+def test_a_large_model_and_a_cpu_have_one_step_a_launch(gpu, toy, monkeypatch):
+    sizes = sizing.choose_sizes(toy.model, {}, gpu_memory_utilization=0.9)
+    assert sizes.decode_steps == 1
+    monkeypatch.setattr(launch_times, "_BYTES_PER_US", 1.0)  # of a memory that is slow
+    assert gpu(6000, {}).decode_steps == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "qwen3_5", "mistral_window"])

@@ -301,7 +301,7 @@ class GenerateArgs:
         ),
         _SCHEDULE,
     )
-    decode_steps: int = _as(options.DECODE_STEPS, _SCHEDULE)
+    decode_steps: int | None = _as(options.DECODE_STEPS, _SCHEDULE)
     has_prompt_lookup: bool = _as(
         replace(
             _engine("has_prompt_lookup"),

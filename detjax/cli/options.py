@@ -358,6 +358,10 @@ MAX_EXPERT_LORA_RANK = Option(
 )  # fmt: skip
 DECODE_STEPS = replace(
     of_field(EngineConfig, "decode_steps"),
+    default=None,
+    parse=int,
+    default_text="8 for a model so small that a GPU waits for the host, 4 with drafts of another "
+    "model; else 1",
     help="steps of the model per launch, if every running sequence decodes: tokens of each "
     "sequence, or windows of a draft model or head. More are faster for small models, where the "
     "host needs longer to launch a step than the device to run it. The tokens of a launch are "

@@ -79,8 +79,9 @@ class EngineConfig:
             several processes, whose clocks differ.
         decode_steps: Steps of the model in one launch, while all who run decode: the host
             launches once for all of them, which pays where a step takes the host longer than
-            the device (small models). A step is a token of each sequence, or a window of a draft
-            model or head. Tokens are released together, what comes behind an end
+            the device. `LLM`, the server and the command take 8 for models so small, or 4 windows;
+            in an `EngineConfig` of your own it is 1. A step is a token of each sequence, or a
+            window of a draft model or head. Tokens are released together, what comes behind an end
             is computed for nothing, and a request that arrives waits for the launch. In `dvr` up to
             `verify_window` - 1, the drafts of a window.
         steps_ahead: Steps that are launched ahead of the one whose results are read. With 1 a small

@@ -5,6 +5,7 @@ A draft model with the model's own weights computes the bits that verification c
 another length. So each of its drafts is right.
 """
 
+import dataclasses
 from functools import cache
 
 import numpy as np
@@ -15,8 +16,10 @@ from detjax.engine.engine import Engine
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.models.adapters.stack import AdapterSizes, open_adapters
 from detjax.models.loading import LoadedModel
 from detjax.pallas_kernels.backend import Backend
+from detjax.testing.adapters import random_adapter
 from detjax.testing.drafts import commit_drafts_unseen
 from detjax.testing.dummies import dummy_config, dummy_model
 
@@ -75,6 +78,34 @@ def test_a_draft_model_changes_no_bit_and_its_own_weights_are_always_right(seed,
     answers, acceptance = drafted(seed=seed, mode=mode, decode_steps=steps)
     assert [one.digest() for one in answers] == [one.digest() for one in plain()]
     assert acceptance == 1 if seed == 0 else acceptance < 0.9
+
+
+@pytest.mark.invariance
+def test_windows_of_rows_with_adapters_and_without_change_no_bit():
+    adapters = [random_adapter(MODEL, seed=seed, rank=8) for seed in (1, 2)]
+    names = ("", adapters[0].sha256, adapters[1].sha256, "")
+    wanted = [
+        dataclasses.replace(one, adapter=name) for one, name in zip(asked(4), names, strict=True)
+    ]
+
+    def answers(**options) -> list[Completion]:
+        adapted = open_adapters(
+            dummy_model(MODEL, backend=Backend.SM90), AdapterSizes(max_loras=2, max_lora_rank=16)
+        )
+        made = Engine(adapted, EngineConfig(**SIZES | options), draft_model=model(1, 0))
+        for adapter in adapters:
+            made.add_adapter(adapter)
+        found = made.generate(wanted)
+        kinds = {(key.kind, key.has_adapters) for key in made._runner.programs}
+        assert (("windows", True) in kinds) is bool(options)
+        return found
+
+    expected = answers()
+    without = [one.digest() for one in plain()]
+    is_changed = [one.digest() != two for one, two in zip(expected, without, strict=True)]
+    assert is_changed == [False, True, True, False]
+    found = answers(**DRAFTS, decode_steps=4)
+    assert [one.digest() for one in found] == [one.digest() for one in expected]
 
 
 @pytest.mark.control
