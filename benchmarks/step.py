@@ -410,17 +410,32 @@ def share_of_experts(config: ModelConfig, num_rows: int) -> float:
 
 
 def decode_floor_ms(model: LoadedModel, params: dict, case: Case) -> float:
-    """Bytes of weights (of experts, those that are hit) and cache over the copy bandwidth."""
-    config = model.config
-    shared, experts = split_weights(params)
-    weights = sum(x.nbytes for x in shared) - params["embed"].nbytes
-    weights += share_of_experts(config, len(case.rows)) * sum(x.nbytes for x in experts)
+    """The least time of a step: of each product the larger of two, and the bytes of the cache.
+
+    The two are the bytes of its weights at the copy bandwidth, and its multiply-adds at 790
+    TFLOP/s. Of experts, weights count that are hit, and the rows of each. Of weights that are not
+    bfloat16, bytes alone count.
+    """
+    config, num_rows = model.config, len(case.rows)
+    shared, experts = split_weights({k: v for k, v in params.items() if k != "embed"})
+
+    def seconds(weights, share: float, rows: float) -> float:
+        num_bytes = share * weights.size * weights.dtype.itemsize
+        is_product = weights.dtype == jnp.bfloat16 and weights.ndim > 1
+        flop = 2 * rows * weights.size * is_product
+        return max(num_bytes / COPY_BYTES_PER_S, flop / MATRIX_FLOP_PER_S)
+
+    products = sum(seconds(x, 1.0, num_rows) for x in shared)
+    if config.experts is not None:
+        of_expert = num_rows * config.experts.top_k / config.experts.num_experts
+        hit = share_of_experts(config, num_rows)
+        products += sum(seconds(x, hit, of_expert) for x in experts)
     context = case.start + case.length
     num_keys = sum(min(context, window or context) for window in windows_of_attention(config))
     entry_bytes = 2 * model.profile.cache_dtype.itemsize
     kv = entry_bytes * len(case.rows) * config.num_kv_heads * num_keys * config.head_dim
     kv += len(case.rows) * linear_bytes(config)
-    return (weights + kv) / COPY_BYTES_PER_S * 1e3
+    return (products + kv / COPY_BYTES_PER_S) * 1e3
 
 
 def windows_of_attention(config: ModelConfig) -> list[int | None]:

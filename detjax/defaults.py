@@ -37,3 +37,16 @@ def kv_cache_dtype_of(name: str) -> str:
         names = ", ".join(repr(known) for known in (*KV_CACHE_DTYPES, "fp8"))
         raise ValueError(f"kv_cache_dtype={name!r} must be one of {names}")
     return found
+
+
+def check_cache_dtype(kv_cache_dtype: str, compute_dtype: str) -> None:
+    """Refuse a cache of 8 bits beside activations of another dtype than bfloat16.
+
+    Raises:
+        ValueError: If they do not go together.
+    """
+    if kv_cache_dtype == FP8_CACHE and compute_dtype != "bfloat16":
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r} does not go with activations of {compute_dtype}; "
+            "use kv_cache_dtype='auto', or dtype='bfloat16'"
+        )

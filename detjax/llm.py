@@ -19,7 +19,7 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.loaded_code import one_moment
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, MAX_LORA_RANK, MAX_LORAS, NO_CAST
-from detjax.engine.config import EngineConfig
+from detjax.engine.config import EngineConfig, check_adapter_mode
 from detjax.engine.engine import Engine
 from detjax.engine.lora_request import AdapterFolders, LoRARequest
 from detjax.engine.outputs.completion import Completion, CompletionOutput
@@ -28,7 +28,7 @@ from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
-from detjax.engine.requests.sampling_params import SamplingParams, draw_seed
+from detjax.engine.requests.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
 from detjax.engine.running.memory import check_memory
 from detjax.engine.sampling.grammars import Grammars
@@ -173,6 +173,7 @@ class LLM:
         """
         _check_engine_options(engine_options)
         _check_choices(gpu_memory_utilization, generation_config)
+        check_adapter_mode(mode, has_adapters=enable_lora)
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
@@ -308,7 +309,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: LoRARequests = None,
-        template_variables: Mapping[str, Any] = NO_VARIABLES,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES,
         has_control: bool = False,
     ) -> list[PromptOutput]:
         """Answer conversations, with the model's chat template.
@@ -317,7 +321,11 @@ class LLM:
             messages: A conversation, [{"role": ..., "content": ...}, ...], or a list of them.
             sampling: As `generate` has it.
             lora_request: As `generate` has it.
-            template_variables: What else the template knows: `{"enable_thinking": False}`, tools.
+            tools: Functions that the answer may call, as OpenAI's API has them.
+            add_generation_prompt: End where the assistant begins its answer; true unless
+                `continue_final_message` is.
+            continue_final_message: Let the answer go on in the last message.
+            chat_template_kwargs: What else the template knows: `{"enable_thinking": False}`.
             has_control: As `generate` has it, of the messages.
 
         Returns:
@@ -331,18 +339,24 @@ class LLM:
             raise ValueError(
                 f'messages is {messages!r:.80}; give a list: [{{"role": "user", "content": "..."}}]'
             )
+        asked = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools and list(tools),
+        }
+        variables = {k: v for k, v in asked.items() if v is not None} | dict(chat_template_kwargs)
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        asked: list[tuple[str | None, Sequence[int]]] = [
+        prompts: list[tuple[str | None, Sequence[int]]] = [
             (
-                self.tokenizer.render_chat(conversation, variables=template_variables),
+                self.tokenizer.render_chat(conversation, variables=variables),
                 self.tokenizer.apply_chat_template(
-                    conversation, variables=template_variables, has_control=has_control
+                    conversation, variables=variables, has_control=has_control
                 ),
             )
             for conversation in conversations
         ]
-        return self._run(asked, sampling, lora_request)
+        return self._run(prompts, sampling, lora_request)
 
     def score(
         self,
@@ -373,6 +387,8 @@ class LLM:
         Numerics:
             As `Engine.score` has them.
         """
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"{top=} must be in [0, {MAX_TOP_LOGPROBS}]")
         sampling = SamplingParams(max_tokens=0, prompt_logprobs=top)
         return self.generate(
             prompts, sampling, lora_request=lora_request, has_control=has_control,

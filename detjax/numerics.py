@@ -22,7 +22,7 @@ import jaxlib
 import detjax
 from detjax.compilation.source import cpu_arch, source_hash
 from detjax.compilation.toolchain import DATA_DIR_FLAG, toolchain
-from detjax.defaults import AUTO, FP8_CACHE, NO_CAST, kv_cache_dtype_of
+from detjax.defaults import AUTO, FP8_CACHE, NO_CAST, check_cache_dtype, kv_cache_dtype_of
 
 NUMERICS_VERSION = 2
 """Raised by every change that alters an output bit; each has a Bits entry in CHANGELOG.md."""
@@ -89,15 +89,11 @@ class NumericsProfile:
         if self.weight_dtype == "float32" and self.compute_dtype == "bfloat16":
             raise ValueError(
                 "float32 weights with bfloat16 compute would round the weights inside the "
-                "products; use --dtype bfloat16 or --compute float32"
+                "products; use dtype='bfloat16', or activations of float32"
             )
         if kv_cache_dtype_of(self.kv_cache_dtype) != self.kv_cache_dtype:
             raise ValueError(f"{self.kv_cache_dtype=} must be {FP8_CACHE!r} in a profile")
-        if self.has_fp8_cache and self.compute_dtype != "bfloat16":
-            raise ValueError(
-                f"kv_cache_dtype={FP8_CACHE!r} does not go with {self.compute_dtype} compute; use "
-                "--kv-cache-dtype auto or --compute bfloat16"
-            )
+        check_cache_dtype(self.kv_cache_dtype, self.compute_dtype)
 
     @property
     def activation_dtype(self) -> jnp.dtype:

@@ -20,7 +20,7 @@ from detjax.models.heads.head import AnyDraftModel
 from detjax.models.heads.mtp import load_mtp_head
 from detjax.models.heads.quantize import quantize_head
 from detjax.models.hf_config import load_config
-from detjax.models.hub import find_model
+from detjax.models.hub import find_model, refuse_other_vocabulary
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import check_tp, num_params
 from detjax.models.tokenizer import Tokenizer
@@ -151,11 +151,7 @@ def load_draft_model(
     refuse_head(folder)
     size, expected = load_config(folder).vocab_size, model.config.vocab_size
     verifier = "the model" if model.folder is None else model.folder.name
-    if size != expected:
-        raise ValueError(
-            f"the draft model {name} has a vocabulary of {size} and {verifier} one of {expected}; "
-            "a draft model needs the vocabulary of the model that it drafts for"
-        )
+    refuse_other_vocabulary(name, size, verifier, expected)
     theirs = Tokenizer.from_folder(folder).backend.get_vocab(with_added_tokens=True)
     ours = tokenizer.backend.get_vocab(with_added_tokens=True)
     if unlike := sorted(theirs.items() ^ ours.items(), key=lambda pair: (pair[1], pair[0])):

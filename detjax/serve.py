@@ -41,7 +41,8 @@ from detjax.cli.options import (
     read_lora_modules,
 )
 from detjax.cli.receipts import check_signing_key
-from detjax.engine.config import EngineConfig
+from detjax.defaults import check_cache_dtype, kv_cache_dtype_of
+from detjax.engine.config import EngineConfig, check_adapter_mode
 from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
@@ -407,8 +408,12 @@ def check_engine_options(args: argparse.Namespace) -> None:
     check_share(args.gpu_memory_utilization)
     _check_not_empty(args, "served_model_name")
     check_counts(args, _AT_LEAST_1)
-    with bad_input(rephrase=partial(in_flags, options=ENGINE_OPTIONS)):
+    of_model = options.KV_CACHE_DTYPE, options.DTYPE, options.ENABLE_LORA
+    with bad_input(rephrase=partial(in_flags, options=(*ENGINE_OPTIONS, *of_model))):
         EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
+        has_adapters = args.enable_lora or bool(args.lora_modules)
+        check_adapter_mode(args.mode, has_adapters=has_adapters)
+        check_cache_dtype(kv_cache_dtype_of(args.kv_cache_dtype), args.dtype)
 
 
 def _check_not_empty(args: argparse.Namespace, name: str) -> None:

@@ -18,7 +18,7 @@ messages = [{"role": "system", "content": "Answer in one sentence."}]
 for question in ("Why is the sky blue?", "And at sunset?"):
     messages.append({"role": "user", "content": question})
     # What else this template knows goes in by name; other templates ignore it.
-    (out,) = llm.chat(messages, sampling, template_variables={"enable_thinking": False})
+    (out,) = llm.chat(messages, sampling, chat_template_kwargs={"enable_thinking": False})
     answer = out.outputs[0]
     messages.append({"role": "assistant", "content": answer.text})
     print(f"user: {question}\nassistant: {answer.text}\ndigest: {answer.digest()}\n")

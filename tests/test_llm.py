@@ -212,6 +212,20 @@ def test_a_chat_is_the_template_around_the_messages(toy):
     assert one.outputs[0].digest() == two[0].outputs[0].digest() == plain.outputs[0].digest()
 
 
+def test_a_chat_goes_on_in_the_last_message_and_names_what_its_template_does_not_read(toy):
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "As"}]
+    for options in ({}, {"add_generation_prompt": False}):
+        (one,) = toy.chat(messages, GREEDY, continue_final_message=True, **options)
+        assert one.prompt == "[user]Why?[assistant]As"
+    for options, name in (
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "are both true"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            toy.chat(messages, GREEDY, **options)
+
+
 def test_a_notebook_shows_the_prompt_and_a_line_of_each_answer(toy):
     (out,) = toy.generate("a" * 61, dataclasses.replace(GREEDY, n=2))
     first, *answers, last = repr(out).splitlines()
@@ -484,7 +498,7 @@ def test_the_slots_of_a_gpu_follow_its_memory(gpu, fitting, asked, batch_size):
 @pytest.mark.parametrize("fitting", [6000, 3000])
 def test_many_prompts_of_one_command_run_as_those_of_an_llm(gpu, fitting, dp):
     """The LLM is told the length; the command counts it."""
-    work = Workload(num_sequences=512 * dp, longest=1024, longest_prompt=900)
+    work = Workload(num_sequences=512 * dp, longest=1024, longest_prompt=896)
     of_command = gpu(fitting * dp, {}, work=work, dp=dp)
     assert of_command == dataclasses.replace(
         gpu(fitting * dp, {"max_len": 1024}, dp=dp),

@@ -714,7 +714,7 @@ def test_training_tells_the_largest_gap_of_each_rollout(write):
 
 
 def test_answers_that_change_are_counted_over_all_settings():
-    row = {"dtype": "bfloat16", "problems": 3}
+    row = {"dtype": "bfloat16", "problems": 3, "texts_changed": 1}
     found = [
         row | {"mode": mode, "answers": answers}
         for mode, answers in (
@@ -722,7 +722,7 @@ def test_answers_that_change_are_counted_over_all_settings():
             ("invariant", "aaaabbbbcccc"), ("invariant", "aaaabbbbcccc"),
         )
     ]  # fmt: skip
-    assert findings._changed_answers(found)[1:] == ["2", "0"]
+    assert findings._changed_answers(found)[1:] == ["2; 1", "0; 1"]
 
 
 # ----------------------------------------------------------------------------------- verification

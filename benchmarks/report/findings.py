@@ -85,10 +85,15 @@ def _changed_answers(found: list[dict]) -> list[str]:
 
     one = next(row for row in found if row["mode"] == "fast")
     name = (
-        f"greedy answers to {one['problems']:,} additions that change in a bit, "
-        "batch 8, 32, 128, tp 1, 2"
+        f"answers to {one['problems']:,} additions that change in a bit; in a token (greedy, "
+        "batch 8, 32, 128, tp 1, 2)"
     )
-    return [name, f"{changed('fast'):,}", f"{changed('invariant'):,}"]
+
+    def cell(mode: str) -> str:
+        own = (row for row in found if (row["mode"], row["dtype"]) == (mode, "bfloat16"))
+        return f"{changed(mode):,}; {max(row['texts_changed'] for row in own)}"
+
+    return [name, cell("fast"), cell("invariant")]
 
 
 def _different_texts(found: list[dict]) -> list[str]:
@@ -107,20 +112,25 @@ def _unique_outputs(found: list[dict]) -> list[str]:
     return [name, f"{mean['fast']:.2f}", f"{mean['invariant']:.2f}"]
 
 
-def _held_out(found: list[dict]) -> list[str]:
-    """GRPO: the run whose rollout has the trainer's bits, and the worst that does not correct."""
-    exact = next(row for row in found if row["kind"] == "exact")
-    worst = min((r for r in found if r["kind"] == "uncorrected"), key=lambda r: r["held_out"])
-    return [
-        f"held-out sums right after {exact['steps']} updates of GRPO",
-        f"{worst['held_out']:.3f} (rollout with {worst['bits']}-bit weights)",
-        f"{exact['held_out']:.3f}",
-    ]
+def _rollouts() -> list[list[str]]:
+    """README's line on training: how many logprobs a rollout and the trainer do not share."""
+    for rollouts in runs_on("h200"):
+        of_name = {one["rollout"]: one for one in rollouts}
+        run = of_name["fast"]["runs"][0]
+        name = (
+            f"logprobs of a rollout that are not the trainer's, {run['steps']} updates of GRPO, "
+            f"{len(of_name['fast']['runs'])} seeds"
+        )
+        cells = [of_name[mode]["different"] for mode in ("fast", "invariant")]
+        where = (
+            f"{run['model']}, {PLACES['h200'].removeprefix('an ')}, {run['date']}, {run['commit']}"
+        )
+        return [[name, *cells, where]]
+    return []
 
 
 FINDINGS = {
     "accuracy": _changed_answers, "completions": _different_texts, "meshes": _unique_outputs,
-    "policy": _held_out,
 }  # fmt: skip
 """What README tells of an experiment."""
 
@@ -137,6 +147,7 @@ def readme() -> list[str]:
                 *(found[n] for n in ("gpu", "date", "commit")),
             )
             lines.append([*cells_of(found["rows"]), ", ".join(facts)])
+    lines += _rollouts()
     return table(["", "`fast`", "`invariant`", "model, machine, date, commit"], lines)
 
 

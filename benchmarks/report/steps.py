@@ -68,6 +68,7 @@ STEP_COLUMNS = {
     "invariant over fast, speed": "{speed:.2f}",
     "share of the limit": "{share of the limit:.2f}",
     "share of the bandwidth of its own copy": "{share of the bandwidth of its own copy:.2f}",
+    "date, commit": "{date}, {commit}",
 }
 
 
@@ -81,8 +82,9 @@ def step_note(found: list[dict]) -> str:
         )
     if any("share of the limit" in row for row in found):
         note += (
-            " The limit of decode is the bytes of weights and cache at 4.3 TB/s; that of prefill "
-            "is 790 TFLOP/s."
+            " The limit of decode is, product by product, the larger of the weights' bytes at 4.3 "
+            "TB/s and the multiply-adds at 790 TFLOP/s, and the cache's bytes; that of prefill is "
+            "790 TFLOP/s."
         )
     return note
 
@@ -97,9 +99,9 @@ EXPERT_STEPS = Part(
     rows=lambda gpu: [steps("step_experts", gpu)],
     note=lambda found: (
         f"{found[0]['gpu']}, Qwen3-30B-A3B shapes (48 layers, 128 experts of width 768, 8 a "
-        "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`. The limit of decode is "
-        "4.3 TB/s for the bytes of the experts that are hit, of other weights and of the cache. "
-        "That of prefill is 790 TFLOP/s on what a token runs."
+        "token), random weights, bfloat16. `fast` is XLA's `ragged_dot`. The limits are those of "
+        "the table above. Of experts, those that are hit count; in prefill, those that a token "
+        "runs."
     ),
     columns=STEP_COLUMNS,
     after="![Time of a decode step over the batch](docs/figures/experts.svg)",
@@ -352,9 +354,13 @@ def engine_note(found: list[dict]) -> str:
         "In W8A8 activations have a scale for each token. detjax's weights have one for each "
         "channel, those of vLLM's `fp8` one for each matrix."
     )
+    settings = {f"{k}={v}" for one in found for k, v in one.get("environment", {}).items()}
+    note += "".join(f" detjax ran with {setting}." for setting in sorted(settings))
     measured = {one["engine"] for one in found if "error" not in one}
     failed = [
-        f" {engine_name(one)} failed: {one['error']}."
+        f" {engine_name(one)} failed: {one['error']}"
+        + (f" ({one['log'].split(' while')[0]})" if "log" in one else "")
+        + "."
         for one in found
         if one["engine"] not in measured
     ]

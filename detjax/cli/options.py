@@ -19,7 +19,7 @@ from detjax import defaults
 from detjax.cli.errors import InputError, bad_input
 from detjax.compilation.source import NO_CACHE as NO_CACHE
 from detjax.compilation.source import default_cache_dir
-from detjax.defaults import AUTO, KV_CACHE_DTYPES, MTP, NO_CAST
+from detjax.defaults import AUTO, EAGLE3, KV_CACHE_DTYPES, MTP, NO_CAST
 from detjax.engine.config import MODES, SELF_CHECKS, EngineConfig
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.speculative_config import METHODS, SpeculativeConfig
@@ -312,7 +312,8 @@ MODE = replace(
     help="invariant: every step runs the batch-invariant kernels. dvr (decode, verify, roll back): "
     "fast steps draft tokens, batch-invariant steps verify them in windows, and only verified "
     "tokens are returned; the bits are those of invariant. On Hopper dvr drafts only with 8-bit "
-    "draft weights, because other drafts are slower than the batch-invariant steps. fast: XLA's "
+    "draft weights or a draft model, because the fast steps of the model itself are slower than "
+    "the batch-invariant ones. fast: XLA's "
     "own kernels, whose bits depend on the batch; no claim holds",
 )
 CANONICAL_MODE = replace(
@@ -517,7 +518,7 @@ def check_drafts(given: str | None, model: str, revision: str | None) -> None:
     Raises:
         InputError: If it is not.
     """
-    from detjax.models.hub import check_model
+    from detjax.models.hub import check_draft_model, check_model
 
     speculative = read_speculative_config(given)
     if speculative is None:
@@ -525,8 +526,10 @@ def check_drafts(given: str | None, model: str, revision: str | None) -> None:
     with bad_input("--speculative-config: "):
         if speculative.method == MTP:
             check_model(model, revision=revision, head=MTP)
+        elif speculative.model and speculative.method == EAGLE3:
+            check_model(speculative.model, head=EAGLE3)
         elif speculative.model:
-            check_model(speculative.model, head=speculative.method)
+            check_draft_model(speculative.model, model, revision=revision)
 
 
 def read_speculative_config(given: str | None) -> SpeculativeConfig | None:

@@ -9,6 +9,7 @@ from detjax.cli.arguments import (
     GROUPS,
     OPTIONS,
     GenerateArgs,
+    as_flags,
     engine_options,
     sampling_params,
 )
@@ -16,7 +17,8 @@ from detjax.cli.command_line import CommandParser, check_file, check_share
 from detjax.cli.errors import EXIT_CODES, InputError, bad_input, check_unicode
 from detjax.cli.options import NO_CACHE, add_options
 from detjax.cli.receipts import check_can_sign
-from detjax.defaults import NO_CAST
+from detjax.defaults import NO_CAST, check_cache_dtype, kv_cache_dtype_of
+from detjax.engine.config import check_adapter_mode
 
 DESCRIPTION = """\
 Continue prompts with a language model (docs/models.md lists the families). The token ids and the
@@ -148,6 +150,10 @@ def _check_engine(args: GenerateArgs) -> None:
         raise InputError(
             f"--cache-pages {args.num_pages} must be a multiple of --dp {args.dp}, or 0"
         )
+    with bad_input(rephrase=as_flags):
+        has_adapters = args.enable_lora or bool(args.lora_modules)
+        check_adapter_mode(args.mode, has_adapters=has_adapters)
+        check_cache_dtype(kv_cache_dtype_of(args.kv_cache_dtype), args.compute)
     share = args.gpu_memory_utilization
     check_share(share)
     if share is not None and args.num_pages:

@@ -23,9 +23,10 @@ from detjax.compare.comparison import Comparison, Scores, compare
 
 EPILOG = f"""\
 A and B are files of JSON lines, or addresses of servers with OpenAI's API. A line is an answer: a
-line of python -m detjax.generate --format jsonl or detjax.run_batch, a response of OpenAI's API, or
-an object with `text`. Answers are paired by `id` (of a batch `custom_id`), else by prompt and
-sequence, else by line number.
+line of python -m detjax.generate --format jsonl or detjax.run_batch, a response of OpenAI's API
+(completions, chat, responses), or an object with `text`. Calls, reasoning and refusals count as
+text. Answers are paired by `id` (of a batch `custom_id`), else by prompt and sequence, else by line
+number.
 
 examples:
   python -m detjax.compare old.jsonl new.jsonl
@@ -117,6 +118,14 @@ def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
     for prompt in prompts:
         if not prompt.text:
             raise InputError(f"{prompt.origin} has no `prompt`; give text")
+        given = ("sampling", prompt.sampling), ("lora", prompt.lora)
+        for name, value in given:
+            if value not in (None, {}):
+                raise InputError(
+                    f"{prompt.origin} has `{name}`, and both servers are asked each prompt alike: "
+                    "leave it out and give --max-tokens, --temperature and --seed; or ask each "
+                    "server by a client, and compare the two files"
+                )
     asked = ServerQuery(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -129,19 +138,24 @@ def _asked(args: argparse.Namespace) -> list[list[ComparedAnswer]]:
 
 
 def _show(found: Comparison, alpha: float, console: rich.console.Console) -> None:
-    table = rich.table.Table("", f"of {found.num_answers} answers differ")
-    for what, count in (
-        ("text", found.num_texts),
-        ("a token", found.num_tokens),
-        ("a bit of a token or logprob", found.num_bits),
+    table = rich.table.Table("", "differ", "of")
+    for what, count, total in (
+        ("text", found.num_texts, found.num_answers),
+        ("a token", found.num_tokens, found.num_with_tokens),
+        ("a bit of a token or logprob", found.num_bits, found.num_with_bits),
     ):
-        table.add_row(what, "not in both sets" if count is None else str(count))
+        table.add_row(what, "not in both sets" if count is None else str(count), str(total))
     console.print(table)
     if found.first_tokens:
         firsts = found.first_tokens
         console.print(
             f"The first token that differs: {min(firsts)} at the earliest, "
             f"{statistics.median(firsts):g} in the median, {max(firsts)} at the latest (from 0)."
+        )
+    if left_out := found.num_answers - found.num_with_bits:
+        console.print(
+            f"{left_out} of {found.num_answers} answers lack tokens or logprobs in a set: their "
+            "bits were not compared."
         )
     if found.largest_gap:
         console.print(f"Before tokens differ, logprobs differ by up to {found.largest_gap:.3g}.")

@@ -2,11 +2,13 @@
 """Answers from a file of JSON lines, or from a server."""
 
 import json
+import math
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ class ComparedAnswer:
 
     Attributes:
         key: Key that pairs it with the answer of the other set.
+        sequence: Which answer to its prompt it is, if its line says so.
         prompt: Its text or token ids, to check the pair; None if the line has none.
-        text: The answer.
+        text: The answer; with calls, reasoning or a refusal, all of these as JSON.
         tokens: Its token ids, or their texts; None if the line has none.
-        logprobs: One for each token, or None.
+        logprobs: One for each token, NaN where the line has null; or None.
         score: The value of the named field, or None.
     """
 
     key: str
+    sequence: Any = None
     prompt: Any
     text: str
     tokens: tuple[int | str, ...] | None
@@ -52,11 +56,13 @@ def read_answers(path: Path, score: str | None) -> list[ComparedAnswer]:
         raise InputError(f"{path}: {error.strerror or error}") from error
     if not lines:
         raise InputError(f"{path} has no answers; each line is one as JSON")
-    found = [
-        (i, answer)
-        for i, line in enumerate(lines)
-        for answer in _read(line, f"{path}, line {i + 1}", i, score)
-    ]
+    found = _named_apart(
+        [
+            (i, answer)
+            for i, line in enumerate(lines)
+            for answer in _read(line, f"{path}, line {i + 1}", i, score)
+        ]
+    )
     seen: dict[str, int] = {}
     for i, answer in found:
         if answer.key in seen:
@@ -68,6 +74,19 @@ def read_answers(path: Path, score: str | None) -> list[ComparedAnswer]:
     return [answer for _, answer in found]
 
 
+def _named_apart(
+    found: list[tuple[int, "ComparedAnswer"]],
+) -> list[tuple[int, "ComparedAnswer"]]:
+    """Name answers of one id, as `generate` writes several of a prompt, by their sequence too."""
+    count = Counter(answer.key for _, answer in found)
+    return [
+        (i, replace(answer, key=f"{answer.key}, sequence {answer.sequence}"))
+        if count[answer.key] > 1 and answer.sequence is not None
+        else (i, answer)
+        for i, answer in found
+    ]
+
+
 def _read(line: bytes, origin: str, number: int, score: str | None) -> list[ComparedAnswer]:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"{origin} has {len(line)} bytes, more than {MAX_LINE_BYTES}")
@@ -77,14 +96,18 @@ def _read(line: bytes, origin: str, number: int, score: str | None) -> list[Comp
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise InputError(f"{origin} is not a JSON object")
-    return [answer_of(one, origin, number, score) for one in _of_batch(entry, origin)]
+    return [answer_of(one, origin, number, score) for one in _choices(entry, origin, number)]
 
 
-def _of_batch(entry: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    """Each choice of a line of a batch's answers, with the name of its request; else the line."""
+def _choices(entry: dict[str, Any], origin: str, number: int) -> list[dict[str, Any]]:
+    """Each choice of a response, alone or of a batch, with a name; else what the line is."""
     told, name = entry.get("response"), entry.get("custom_id")
     if name is None or not isinstance(told, dict):
-        return [entry]
+        if "choices" not in entry and entry.get("object") != "response":
+            return [entry]
+        # The id of a response is one that the server has drawn.
+        rest = {k: v for k, v in entry.items() if k not in ("id", "choices", "output", "object")}
+        return _named_choices(entry, rest, f"line {number + 1}", origin)
     body = told.get("body")
     if not isinstance(body, dict) or told.get("status_code") != 200:
         said = one_line(json.dumps(body, ensure_ascii=False))
@@ -92,15 +115,56 @@ def _of_batch(entry: dict[str, Any], origin: str) -> list[dict[str, Any]]:
             f"{origin}: request {name!r} was refused, so it has no answer to compare; leave it out "
             f"of both files: {said[:200]}"
         )
+    rest = {key: value for key, value in entry.items() if key not in ("id", "response", "error")}
+    return _named_choices(body, rest, str(name), origin)
+
+
+def _named_choices(
+    body: Mapping[str, Any], rest: dict[str, Any], name: str, origin: str
+) -> list[dict[str, Any]]:
+    """The choices of a response, or its items as one, with what else a line has."""
     choices = body.get("choices")
     if isinstance(items := body.get("output"), list):  # of /v1/responses
-        parts = [part for item in items for part in item.get("content") or ()]
-        choices = [{"text": "".join(part.get("text", "") for part in parts)}]
-    if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
-        raise InputError(f"{origin}: the answer to request {name!r} has no `choices`, nor `output`")
-    rest = {key: value for key, value in entry.items() if key not in ("id", "response", "error")}
-    names = [f"{name}, choice {i}" if len(choices) > 1 else str(name) for i in range(len(choices))]
+        choices = [_of_items([item for item in items if isinstance(item, dict)])]
+    is_list = isinstance(choices, list) and all(isinstance(one, dict) for one in choices)
+    if not choices or not is_list:
+        raise InputError(f"{origin}: answer {name!r} has no `choices` of objects, nor `output`")
+    names = [f"{name}, choice {i}" if len(choices) > 1 else name for i in range(len(choices))]
     return [rest | one | {"id": key} for key, one in zip(names, choices, strict=True)]
+
+
+def _of_items(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A choice that says what the items of /v1/responses say, in order: text, calls, reasoning."""
+    texts, others, logprobs = [], [], []
+    for item in items:
+        if item.get("type") in (None, "message"):
+            parts = [part for part in item.get("content") or () if isinstance(part, dict)]
+            texts += [str(part.get("text") or "") for part in parts]
+            others += [("refusal", part["refusal"]) for part in parts if part.get("refusal")]
+            logprobs += [one for part in parts for one in part.get("logprobs") or ()]
+        else:  # ids are drawn, and a status is not said
+            told = {k: v for k, v in item.items() if k not in ("id", "call_id", "status")}
+            others.append((item.get("type"), told))
+    text = "".join(texts)
+    return {
+        "text": json.dumps([text, *others], sort_keys=True) if others else text,
+        "logprobs": {"content": logprobs} if logprobs else None,
+    }
+
+
+def _of_message(message: Mapping[str, Any]) -> Any:
+    """What a chat's message says: its content, or with calls and reasoning all of it as JSON."""
+    content = message.get("content")
+    others = {
+        name: message[name]
+        for name in ("reasoning_content", "reasoning", "refusal", "function_call")
+        if message.get(name)
+    }
+    if calls := message.get("tool_calls"):
+        others["tool_calls"] = [one.get("function", one) for one in calls if isinstance(one, dict)]
+    if not others:
+        return content
+    return json.dumps({"content": content or ""} | others, sort_keys=True)
 
 
 def answer_of(
@@ -111,19 +175,14 @@ def answer_of(
     Raises:
         InputError: If it has no text, or lacks the score.
     """
-    choices = entry.get("choices")
-    if isinstance(choices, list) and len(choices) > 1:
-        raise InputError(f"{origin} has {len(choices)} choices; write each as a line of its own")
-    choice = choices[0] if isinstance(choices, list) and choices else entry
-    if not isinstance(choice, dict):
-        raise InputError(f"{origin} has `choices` of {choice!r:.40}, not objects")
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
+    message = entry.get("message")
+    text = _of_message(message) if isinstance(message, dict) else entry.get("text")
     if not isinstance(text, str):
         raise InputError(f"{origin} has no `text`, nor `choices` with one")
-    tokens, logprobs = _tokens(choice)
+    tokens, logprobs = _tokens(entry)
     return ComparedAnswer(
         key=_key(entry, number),
+        sequence=entry.get("sequence"),
         prompt=next(
             (entry[name] for name in ("prompt", "prompt_token_ids") if name in entry), None
         ),
@@ -135,8 +194,7 @@ def answer_of(
 
 
 def _key(entry: Mapping[str, Any], number: int) -> str:
-    # A response of OpenAI's API has an id that the server has drawn.
-    if "id" in entry and "choices" not in entry:
+    if "id" in entry:
         return str(entry["id"])
     if "index" in entry and "sequence" in entry:
         return f"prompt {entry['index']}, sequence {entry['sequence']}"
@@ -145,7 +203,7 @@ def _key(entry: Mapping[str, Any], number: int) -> str:
 
 def _score(entry: Mapping[str, Any], name: str, origin: str) -> float:
     value = entry.get(name)
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(f"{origin}: `{name}` is {value!r:.60}, not a number, true or false")
     return float(value)
 
@@ -161,10 +219,13 @@ def _tokens(
         logprobs = [one.get("logprob") for one in content]
     elif isinstance(told, dict):
         tokens, logprobs = tokens or told.get("tokens"), told.get("token_logprobs")
-    whole = isinstance(logprobs, list) and all(isinstance(p, int | float) for p in logprobs)
+    # The first token of an echoed prompt has null.
+    whole = isinstance(logprobs, list) and all(isinstance(p, int | float | None) for p in logprobs)
     return (
         tuple(tokens) if isinstance(tokens, list) else None,
-        tuple(map(float, logprobs)) if whole and logprobs is not None else None,
+        tuple(math.nan if p is None else float(p) for p in logprobs)
+        if whole and logprobs is not None
+        else None,
     )
 
 
@@ -210,7 +271,8 @@ def ask_server(
             "temperature": asked.temperature, "seed": asked.seed, "logprobs": 0,
         }  # fmt: skip
         told = _fetch(f"{base}/v1/completions", headers, body, asked.timeout_s)
-        return answer_of(told | {"prompt": prompts[number]}, url, number, None)
+        [choice] = _choices(told | {"prompt": prompts[number]}, url, number)
+        return answer_of(choice, url, number, None)
 
     with ThreadPoolExecutor(max_workers=asked.concurrency) as pool:
         return list(pool.map(answer, range(len(prompts))))

@@ -37,13 +37,15 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The differences of two sets of answers; a count is None if the lines lack the field.
+    """The differences of two sets of answers; a count is None if no pair of lines has the field.
 
     Attributes:
         num_answers: Pairs of answers.
         num_texts: Pairs whose texts differ.
         num_tokens: Pairs whose tokens differ.
         num_bits: Pairs with a different token or a different bit of a float32 logprob.
+        num_with_tokens: Pairs of which both have token ids, or both have the tokens' texts.
+        num_with_bits: Pairs of which both have logprobs too.
         first_tokens: The first token that differs, from 0, of each pair whose tokens differ.
         largest_gap: The largest difference of two logprobs before the tokens differ.
         scores: If a score was named.
@@ -53,6 +55,8 @@ class Comparison:
     num_texts: int
     num_tokens: int | None
     num_bits: int | None
+    num_with_tokens: int
+    num_with_bits: int
     first_tokens: tuple[int, ...]
     largest_gap: float | None
     scores: Scores | None
@@ -69,21 +73,20 @@ class Comparison:
 
 def compare(pairs: Sequence[tuple[ComparedAnswer, ComparedAnswer]]) -> Comparison:
     """Compare paired answers."""
-    with_tokens = all(a.tokens is not None and _are_alike(a, b) for a, b in pairs)
-    with_bits = with_tokens and all(one.logprobs is not None for pair in pairs for one in pair)
-    firsts = [_first_difference(a.tokens or (), b.tokens or ()) for a, b in pairs]
-    gaps = [
-        _gap(a, b, len(a.tokens or ()) if first is None else first)
-        for (a, b), first in zip(pairs, firsts, strict=True)
-    ]
+    with_tokens = [pair for pair in pairs if _are_alike(*pair)]
+    with_bits = [pair for pair in with_tokens if all(one.logprobs is not None for one in pair)]
+    found = [_first_difference(a.tokens or (), b.tokens or ()) for a, b in with_tokens]
+    firsts = tuple(first for first in found if first is not None)
     scored = [(a.score, b.score) for a, b in pairs if a.score is not None and b.score is not None]
     return Comparison(
         num_answers=len(pairs),
         num_texts=sum(a.text != b.text for a, b in pairs),
-        num_tokens=sum(first is not None for first in firsts) if with_tokens else None,
-        num_bits=sum(_bits(a) != _bits(b) for a, b in pairs) if with_bits else None,
-        first_tokens=tuple(first for first in firsts if first is not None) if with_tokens else (),
-        largest_gap=max(gaps, default=0.0) if with_bits else None,
+        num_tokens=len(firsts) if with_tokens else None,
+        num_bits=sum(_bits(a) != _bits(b) for a, b in with_bits) if with_bits else None,
+        num_with_tokens=len(with_tokens),
+        num_with_bits=len(with_bits),
+        first_tokens=firsts,
+        largest_gap=max(_gap(a, b) for a, b in with_bits) if with_bits else None,
         scores=_scores(np.array(scored)) if scored else None,
     )
 
@@ -105,9 +108,14 @@ def _bits(answer: ComparedAnswer) -> tuple[Any, bytes]:
     return answer.tokens, np.asarray(answer.logprobs, np.float32).tobytes()
 
 
-def _gap(a: ComparedAnswer, b: ComparedAnswer, num_tokens: int) -> float:
-    first, second = (np.asarray(one.logprobs or (), float)[:num_tokens] for one in (a, b))
-    return float(np.max(np.abs(first - second), initial=0.0)) if len(first) == len(second) else 0.0
+def _gap(a: ComparedAnswer, b: ComparedAnswer) -> float:
+    """The largest difference of two logprobs before the tokens differ; of numbers alone."""
+    first = _first_difference(a.tokens or (), b.tokens or ())
+    here, there = (np.asarray(one.logprobs or (), float)[:first] for one in (a, b))
+    if len(here) != len(there):
+        return 0.0
+    is_number = np.isfinite(here) & np.isfinite(there)
+    return float(np.max(np.abs(here - there)[is_number], initial=0.0))
 
 
 def _scores(pairs: np.ndarray) -> Scores:

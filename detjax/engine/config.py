@@ -424,6 +424,19 @@ def _draft_lens(config: EngineConfig) -> tuple[int, ...]:
     return tuple(sorted({max(1, most // 2), most})) if costs_by_draft else (most,)
 
 
+def check_adapter_mode(mode: str, *, has_adapters: bool) -> None:
+    """Refuse steps without claims where rows may have adapters.
+
+    Raises:
+        ValueError: If they do not go together.
+    """
+    if has_adapters and mode != "invariant":
+        raise ValueError(
+            f"adapters with mode={mode!r} are not supported; use mode='invariant', or leave "
+            "enable_lora and adapters out"
+        )
+
+
 def check_config(config: EngineConfig, dp: int, context: int) -> None:
     """Refuse what does not go with the mesh or the model."""
     for name in ("batch_size", "num_pages", "num_local_pages"):

@@ -23,6 +23,7 @@ from detjax.engine.config import (
     DRAFTS_OF_OTHERS,
     EngineConfig,
     ReplicaConfig,
+    check_adapter_mode,
     check_config,
 )
 from detjax.engine.errors import (
@@ -126,7 +127,7 @@ class Engine:
             has_adapters=num_adapter_slots(model) > 0,
         )  # fmt: skip
         check_local_pages(model, config)
-        _check_adapters(model, config)
+        check_adapter_mode(config.mode, has_adapters=num_adapter_slots(model) > 0)
         if jax.process_count() > 1:
             # WHY: each process plans its own steps, and their clocks differ.
             replica = dataclasses.replace(replica, adapts_drafts=False)
@@ -812,12 +813,3 @@ class Engine:
         stats.num_preempted = self._scheduler.num_preempted
         stats.prefix_tokens = self._scheduler.num_prefix_tokens
         return stats
-
-
-def _check_adapters(model: LoadedModel, config: EngineConfig) -> None:
-    """Refuse steps without claims where rows may have adapters."""
-    if num_adapter_slots(model) and config.mode != "invariant":
-        raise ValueError(
-            f"adapters with mode={config.mode!r} are not supported; use mode='invariant', or leave "
-            "enable_lora out"
-        )

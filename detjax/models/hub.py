@@ -62,6 +62,42 @@ def check_model(name: str | Path, *, revision: str | None = None, head: str = ""
         find_mtp_layout(folder)
 
 
+def check_draft_model(name: str, model: str | Path, *, revision: str | None = None) -> None:
+    """See that a draft model is there, and has as many tokens as the model, before JAX starts.
+
+    Args:
+        name: Of the draft model.
+        model: That verifies.
+        revision: Of `model`.
+
+    Raises:
+        FileNotFoundError, PermissionError, ValueError: As `check_model` says, or if it has not.
+    """
+    check_model(name)
+    found, of_model = (
+        load_config(
+            find_model(one, revision=asked)
+            if _is_bundled(one) or Path(one).expanduser().exists()
+            else _snapshot(str(one), asked, SMALL_FILES)
+        )
+        for one, asked in ((name, None), (model, revision))
+    )
+    refuse_other_vocabulary(name, found.vocab_size, Path(model).name, of_model.vocab_size)
+
+
+def refuse_other_vocabulary(draft: str, size: int, verifier: str, expected: int) -> None:
+    """Refuse a draft model with more or fewer tokens than the model.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    if size != expected:
+        raise ValueError(
+            f"the draft model {draft} has a vocabulary of {size} and {verifier} one of {expected}; "
+            "a draft model needs the vocabulary of the model that it drafts for"
+        )
+
+
 def resolve_model(name_or_path: str, *, revision: str | None = None) -> Path:
     """The folder of a model: an existing one, or a snapshot of a Hugging Face repository.
 

@@ -78,7 +78,7 @@ def _whole(lines: Iterable[str], where: str) -> list[str]:
 
 def _read_line(text: str, number: int, where: str) -> BatchLine:
     try:
-        line = json.loads(text)
+        line = json.loads(text.removeprefix("\ufeff") if number == 1 else text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from error
     if not isinstance(line, dict):

@@ -3,7 +3,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from detjax import generate, serve
 from detjax.cli import errors
@@ -90,6 +92,14 @@ from detjax.cli import errors
         (
             ("--prompt", "a", "--mode", "fast", "--speculative-config", '{"model": "novels-6m"}'),
             "needs --mode dvr or 'invariant', not 'fast'",
+        ),
+        (
+            ("--prompt", "a", "--mode", "dvr", "--enable-lora"),
+            "adapters with --mode dvr are not supported; use --mode invariant",
+        ),
+        (
+            ("--prompt", "a", "--dtype", "float32", "--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype fp8_e4m3 does not go with activations of float32",
         ),
         (
             ("--prompt", "a", "--cache-pages", "3", "--dp", "2", "--batch-size", "2"),
@@ -237,6 +247,39 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(capsys):
     argv = ["--prompt", "a", "--cache-dir", "none", "--cache-pages", "1000000000"]
     assert generate.main(argv) == errors.BAD_INPUT
     assert "a cache of 1000000000 pages takes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--mode", "dvr", "--enable-lora"), "adapters with --mode dvr are not supported"),
+        (
+            ("--dtype", "float32", "--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype fp8_e4m3 does not go with activations of float32; use "
+            "--kv-cache-dtype auto, or --dtype bfloat16",
+        ),
+        (
+            ("--speculative-config", '{"model": "OTHER"}'),
+            "OTHER has a vocabulary of 300 and novels-6m one of 4096",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused_before_a_model_is_read(
+    capsys, monkeypatch, tmp_path, toy, argv, says
+):
+    """Reading weights takes a large model minutes."""
+
+    def no_weights(*args, **options):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("detjax.opening.load_model", no_weights)
+    monkeypatch.setattr("detjax.models.loading.load_model", no_weights)
+    folder = toy.write_model(tmp_path / "other")
+    save_file({"x": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    argv = [one.replace("OTHER", str(folder)) for one in argv]
+    assert serve.main(["--cache-dir", "none", "--port", "0", *argv]) == errors.BAD_INPUT
+    err = capsys.readouterr().err
+    assert says.replace("OTHER", str(folder)) in err and err.count("\n") == 1
 
 
 def test_a_tokenizer_of_another_model_is_refused(capsys, tmp_path, toy):

@@ -91,6 +91,94 @@ def test_a_response_of_a_batch_has_the_text_of_its_items(write, capsys):
     assert compared(capsys, a, write("b", said("y")))[1]["num_texts"] == 1
 
 
+def calls(*arguments: str) -> list[dict]:
+    """Calls of a function, each with an id that a server draws."""
+    return [
+        {"id": f"call_{id(text)}", "type": "function", "function": {"name": "f", "arguments": text}}
+        for text in arguments
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "other"),
+    [
+        ({"content": None, "tool_calls": calls("1")}, {"content": None, "tool_calls": calls("2")}),
+        ({"content": "", "tool_calls": calls("1")}, {"content": ""}),
+        ({"content": "x", "reasoning_content": "a"}, {"content": "x", "reasoning_content": "b"}),
+        ({"content": None, "refusal": "no"}, {"content": None, "refusal": "never"}),
+    ],
+)
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_calls_reasoning_and_refusals_of_a_chat_are_what_it_says(
+    write, capsys, said, other, is_batch
+):
+    def of(message: dict) -> dict:
+        body = {"id": f"chatcmpl-{id(message)}", "choices": [{"message": message}]}
+        return of_batch("p", body) if is_batch else body
+
+    again = json.loads(json.dumps(said))
+    for call in again.get("tool_calls", ()):
+        call["id"] = "drawn anew"
+    a = write("a", of(said))
+    assert compared(capsys, a, write("same", of(again)))[0] == OK
+    code, found = compared(capsys, a, write("b", of(other)))
+    assert (code, found["num_texts"]) == (BITS_DIFFER, 1)
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_items_of_a_response_are_what_it_says(write, capsys, is_batch):
+    def of(arguments: str, thought: str, token: float = -0.5) -> dict:
+        items = [
+            {"type": "reasoning", "id": f"rs_{id(thought)}", "summary": [{"text": thought}]},
+            {"type": "function_call", "id": "fc", "call_id": "c", "name": "f",
+             "arguments": arguments},
+            {"type": "message", "id": "msg", "content": [
+                {"type": "output_text", "text": "x", "logprobs": [
+                    {"token": "x", "logprob": token}]}]},
+        ]  # fmt: skip
+        body = {"id": f"resp_{id(items)}", "object": "response", "output": items}
+        return of_batch("p", body) if is_batch else body
+
+    a = write("a", of("1", "t"))
+    assert compared(capsys, a, write("same", of("1", "t")))[0] == OK
+    assert compared(capsys, a, write("b", of("2", "t")))[1]["num_texts"] == 1
+    assert compared(capsys, a, write("c", of("1", "u")))[1]["num_texts"] == 1
+    code, found = compared(capsys, a, write("d", of("1", "t", -0.25)))
+    assert (code, found["num_texts"], found["num_bits"]) == (BITS_DIFFER, 0, 1)
+
+
+def test_an_answer_without_logprobs_hides_no_other(write, capsys):
+    bare = {"text": "z"}
+    a = write("a", line("x"), line("y"), bare)
+    b = write("b", line("x", ids=(1, 2, 4)), line("y", logprobs=(-0.5, -0.25, -2.0)), bare)
+    code, found = compared(capsys, a, b)
+    assert (code, found["num_tokens"], found["num_bits"]) == (BITS_DIFFER, 1, 2)
+    assert (found["num_with_tokens"], found["num_with_bits"], found["num_answers"]) == (2, 2, 3)
+    main([a, b])
+    assert "1 of 3 answers lack tokens or logprobs in a set" in capsys.readouterr().out
+
+
+def test_the_null_of_an_echoed_prompt_is_no_difference(write, capsys):
+    a = write("a", line("x", logprobs=(None, -0.25, -1.0)))
+    code, found = compared(capsys, a, a)
+    assert (code, found["num_bits"], found["largest_gap"]) == (OK, 0, 0.0)
+    b = write("b", line("x", logprobs=(None, -0.25, -1.5)))
+    code, found = compared(capsys, a, b)
+    assert (code, found["num_bits"], found["largest_gap"]) == (BITS_DIFFER, 1, 0.5)
+
+
+def test_choices_of_one_response_and_sequences_of_one_id_are_apart(write, capsys):
+    a = write("a", {"choices": [{"text": "x"}, {"text": "y"}]})
+    assert (
+        compared(capsys, a, write("b", {"choices": [{"text": "x"}, {"text": "z"}]}))[1]["num_texts"]
+        == 1
+    )
+    several = [line(text, id="p", index=0, sequence=i) for i, text in enumerate("xy")]
+    a = write("c", *several, line("z", id="q", index=1, sequence=0))
+    b = write("d", line("z", id="q"), *reversed(several))
+    assert compared(capsys, a, b) == (OK, compared(capsys, a, a)[1])
+
+
 def test_a_float64_of_one_float32_is_the_same_bit(write, capsys):
     """JSON of another server may round the decimal that names a float32."""
     value = float(np.float32(-0.1))
@@ -176,15 +264,22 @@ def test_scores_are_told_with_their_probability(write, capsys):
         ([line("x")], [line("x")], ["--prompts-file", "p"], "is for two servers"),
         ([], [line("x")], [], "has no answers"),
         ([[1]], [line("x")], [], "is not a JSON object"),
-        ([{"choices": ["x"]}], [line("x")], [], "has `choices` of 'x', not objects"),
-        ([{"choices": [{}, {}]}], [line("x")], [], "has 2 choices; write each as a line"),
+        ([{"choices": ["x"]}], [line("x")], [], "answer 'line 1' has no `choices` of objects"),
+        ([{"choices": []}], [line("x")], [], "answer 'line 1' has no `choices` of objects"),
+        ([line("x", f=float("nan"))], [line("x", f=1)], ["--score", "f"], "`f` is nan, not a num"),
+        ([line("x", f=1)], [line("x", f=float("inf"))], ["--score", "f"], "`f` is inf, not a num"),
         (
             [of_batch("p", {"error": {"message": "n=0"}}, 400)],
             [line("x")],
             [],
             "request 'p' was refused, so it has no answer to compare; leave it out",
         ),
-        ([of_batch("p", {})], [line("x")], [], "request 'p' has no `choices`, nor `output`"),
+        (
+            [of_batch("p", {})],
+            [line("x")],
+            [],
+            "answer 'p' has no `choices` of objects, nor `output`",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_named(write, capsys, a, b, argv, said):
@@ -238,6 +333,10 @@ def test_two_servers_are_asked_the_same_prompts(tmp_path, capsys):
         assert (code, found["num_texts"], found["num_bits"]) == (BITS_DIFFER, 1, 1)
         assert main([even, odd]) == BAD_INPUT
         assert "--prompts-file FILE" in capsys.readouterr().err
+        for name, value in (("sampling", {"seed": 1}), ("lora", "sql")):
+            (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "one", name: value}) + "\n")
+            assert main([even, odd, "--prompts-file", str(tmp_path / "p.jsonl")]) == BAD_INPUT
+            assert f"has `{name}`, and both servers are asked" in capsys.readouterr().err
     finally:
         for server in servers.values():
             server.shutdown()

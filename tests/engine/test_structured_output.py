@@ -111,6 +111,11 @@ def test_what_is_no_form_is_refused(kind, spec):
         StructuredOutput(kind=kind, spec=spec)
 
 
+def test_one_text_is_no_list_of_choices():
+    with pytest.raises(ValueError, match=r"choices='yes' is one text; give a list"):
+        StructuredOutput.of_choices("yes")
+
+
 def forms() -> list[SamplingParams]:
     made = (
         StructuredOutput.of_schema(SCHEMA),

@@ -183,7 +183,7 @@ def test_control_a_chunk_that_sees_its_own_keys_unrounded_depends_on_the_chunk(m
 
 
 def test_heads_and_profiles_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="does not go with float32 compute"):
+    with pytest.raises(ValueError, match="does not go with activations of float32"):
         NumericsProfile(compute_dtype="float32", kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ValueError, match="must be one of 'auto', 'fp8_e4m3', 'fp8'"):
         NumericsProfile(kv_cache_dtype="fp8_e5m2")

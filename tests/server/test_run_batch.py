@@ -56,6 +56,13 @@ def test_a_line_that_is_no_request_is_named(line, message):
     assert len(read_batch([*text_of(request("a")), "\n"], "requests")) == 1
 
 
+def test_the_mark_that_windows_puts_before_a_file_is_skipped():
+    first, second = text_of(request("a"), request("b"))
+    assert [one.custom_id for one in read_batch(["\ufeff" + first, second], "f")] == ["a", "b"]
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_batch([first, "\ufeff" + second], "f")
+
+
 def test_a_file_of_another_encoding_is_named(tmp_path, capsys):
     path = tmp_path / "latin1.jsonl"
     path.write_bytes('{"custom_id": "é"}\n'.encode("latin1"))

@@ -51,7 +51,13 @@ class StructuredOutput:
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "StructuredOutput":
-        """One of these texts."""
+        """One of these texts; one text alone is refused, as it is a sequence of characters.
+
+        Raises:
+            ValueError: If `choices` is a text, or has what is no text.
+        """
+        if isinstance(choices, str | bytes):
+            raise ValueError(f"choices={choices!r:.60} is one text; give a list, even of one text")
         return cls(kind="choice", spec=json.dumps(list(choices), ensure_ascii=False))
 
     @classmethod
