@@ -172,8 +172,7 @@ class LLM:
             FileNotFoundError: If the model or a file of it is missing.
         """
         _check_engine_options(engine_options)
-        _check_choices(gpu_memory_utilization, generation_config)
-        check_adapter_mode(mode, has_adapters=enable_lora)
+        _check_choices(gpu_memory_utilization, generation_config, mode, enable_lora)
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
@@ -590,8 +589,11 @@ def _profile_of(
     return profile
 
 
-def _check_choices(gpu_memory_utilization: float, generation_config: str) -> None:
-    """Refuse values that are out of range."""
+def _check_choices(
+    gpu_memory_utilization: float, generation_config: str, mode: str, enable_lora: bool
+) -> None:
+    """Refuse values that are out of range, or do not go together, before a model is read."""
+    check_adapter_mode(mode, has_adapters=enable_lora)
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
     if generation_config not in ("auto", "none"):
