@@ -7,6 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from detjax.cli import check, errors
 from detjax.engine.config import EngineConfig
@@ -86,9 +87,11 @@ def test_a_check_of_dvr_compares_it_with_invariant(command, capsys):
     assert "verified by canonical ones" in capsys.readouterr().err
 
 
-def test_a_check_of_a_draft_model_compares_it_with_no_drafts(command, capsys):
+def test_a_check_of_a_draft_model_compares_it_with_no_drafts(command, tmp_path, toy):
     shapes: list[EngineConfig] = []
-    argv = ("--prompt", "ab", "--speculative-config", '{"model": "novels-6m"}')
+    draft = toy.write_model(tmp_path / "draft")
+    save_file({"x": np.zeros(1, np.float32)}, draft / "model.safetensors")
+    argv = ("--prompt", "ab", "--speculative-config", json.dumps({"model": str(draft)}))
     assert command(*argv, "--repeat", "3", "--check", shapes=shapes) == errors.OK
     assert [shape.draft_weights for shape in shapes] == ["draft_model", "full", "draft_model"]
     assert {shape.verify_window for shape in shapes} == {4}
