@@ -20,6 +20,7 @@ from detjax.pallas_kernels.lora.adapted import AdaptedMatrix, AdapterStack
 from detjax.training.formulas import plain_rms_norm
 from detjax.training.gradients import GradientSums, with_gradient
 from detjax.training.lora import AdaptedMaster
+from detjax.training.rounding import stored_gain
 
 
 def served(master: AdaptedMaster, dtype: jnp.dtype) -> AdaptedMatrix:
@@ -148,8 +149,8 @@ def linear_add_rms_norm(
 
     def kernel(x, w, residual, bias, gain):
         own = None if bias is None else bias.astype(dtype)
-        adapted = served(w, dtype)
-        return tuple(row_parallel_norm(ctx, x, adapted, residual, own, gain.astype(dtype)))
+        adapted, stored = served(w, dtype), stored_gain(gain, ctx.config, dtype)
+        return tuple(row_parallel_norm(ctx, x, adapted, residual, own, stored))
 
     def gradient(args, out, cotangents):
         x, w, _, _, gain = args

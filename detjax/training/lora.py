@@ -128,12 +128,19 @@ def _untrained(config: ModelConfig) -> dict[str, bool]:
     plan = readings(config, jnp.dtype(jnp.bfloat16))
     matrices = [layer[name].hf_name for name in ADAPTED if name in layer]
     return {
-        "biases and a clamp in its experts": config.has_clamped_experts,
         "linear attention": config.linear_attention is not None,
-        "norms behind its products": config.norms is not NormPlacement.BEFORE,
-        "gates by GELU": config.gating is not Gating.SWIGLU,
         "rows that the decoder reads in another order": any(name in plan for name in matrices),
     }
+
+
+def unproven_on_gpus(config: ModelConfig) -> str:
+    """What of a model no GPU has trained an adapter beside, or nothing."""
+    features = {
+        "biases and a clamp in its experts": config.has_clamped_experts,
+        "norms behind its products": config.norms is not NormPlacement.BEFORE,
+        "gates by GELU": config.gating is not Gating.SWIGLU,
+    }
+    return " and ".join(what for what, is_there in features.items() if is_there)
 
 
 def adapted_tensors(config: ModelConfig, lora: LoraConfig) -> list[list[str]]:
@@ -158,6 +165,11 @@ def adapted_tensors(config: ModelConfig, lora: LoraConfig) -> list[list[str]]:
         )
     layers = tensor_specs(config, tp=1, vocab_block=1)["layers"]
     counts = Counter(part.key for module in found.values() for part in module.parts)
+    if config.has_clamped_experts and any(name in ADAPTED_EXPERTS for _, name in counts):
+        raise ValueError(
+            f"{where} names experts with biases and a clamp, whose adapters are served and not "
+            "trained; name modules of attention, such as ('q_proj', 'v_proj', 'o_proj')"
+        )
     for (i, name), count in counts.items():
         if count < len(layers[i][name].hf_names):
             raise ValueError(

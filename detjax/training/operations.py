@@ -189,7 +189,7 @@ def norm_add(
     ctx: ForwardContext,
     sums: GradientSums,
     x: Activation[Array, "M I"],
-    w: Float32[Array, "D I"],
+    w: Float32[Array, "D I"] | AdaptedMaster,
     residual: Activation[Array, "M D"],
     bias: Float32[Array, " D"] | None,
     gains: AfterGains,

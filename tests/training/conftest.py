@@ -13,10 +13,11 @@ import pytest
 from detjax.engine.outputs.completion import Completion
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
-from detjax.models.config import Gating, LinearAttentionConfig
+from detjax.models.config import Gating, LinearAttentionConfig, NormPlacement
 from detjax.models.loading import LoadedModel
 from detjax.models.rope import rope_tables
 from detjax.numerics import NumericsProfile
+from detjax.pallas_kernels.swiglu.clamp import SwigluClamp
 from detjax.testing.dummies import answers, dummy_config, dummy_model
 from detjax.training.batch import Scored
 
@@ -35,6 +36,21 @@ CONFIGS["experts_of_all"] = dataclasses.replace(
 CONFIGS["shared_expert"] = dataclasses.replace(
     CONFIGS["experts"],
     experts=dataclasses.replace(_EXPERTS, shared_width=64, has_shared_gate=True),
+)
+CONFIGS["norms_before_and_behind"] = dataclasses.replace(
+    dummy_config(num_heads=8, num_kv_heads=4, window=70, qk_norm=True),
+    gating=Gating.GEGLU, norms=NormPlacement.BOTH, gain_offset=1.0, attention_softcap=2.0,
+    logits_softcap=3.0, tie_word_embeddings=True,
+)  # fmt: skip
+CONFIGS["norms_behind"] = dataclasses.replace(
+    dummy_config(), norms=NormPlacement.AFTER, is_qk_norm_whole=True
+)
+CONFIGS["clamped_experts"] = dataclasses.replace(
+    dummy_config(intermediate_size=128, experts=(8, 3), qkv_bias=True, o_bias=True, window=40),
+    experts=dataclasses.replace(
+        _EXPERTS, clamp=SwigluClamp(alpha=1.702, limit=1.0), layers=(True, True)
+    ),
+    has_sinks=True,
 )
 CONFIGS["hybrid"] = dataclasses.replace(
     dummy_config(intermediate_size=128, qk_norm=True, max_len=640),
@@ -150,7 +166,7 @@ def _plain_logprobs(xp, config, params, ids):
     def capped(x, cap):
         return x if cap is None else xp.tanh(x / np.asarray(cap, wide)) * np.asarray(cap, wide)
 
-    def after(x, weights, name):
+    def normed(x, weights, name):  # where the model has that norm
         return norm(x, weights[name]) if name in weights else x
 
     def experts(h, weights):
@@ -219,10 +235,10 @@ def _plain_logprobs(xp, config, params, ids):
 
     def attention(h, weights, window, rope):
         cos, sin = (xp.asarray(table, wide) for table in ropes[rope])
-        q, k, v = (
-            (h @ weights[name].T + bias(weights, name)).reshape(length, -1, channels)
-            for name in "qkv"
-        )
+        q, k, v = (h @ weights[name].T + bias(weights, name) for name in "qkv")
+        if config.is_qk_norm_whole:
+            q, k = norm(q, weights["q_norm_whole"]), norm(k, weights["k_norm_whole"])
+        q, k, v = (x.reshape(length, -1, channels) for x in (q, k, v))
         if config.qk_norm:
             q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
         q, k = turn(q, cos, sin), turn(k, cos, sin)
@@ -246,16 +262,16 @@ def _plain_logprobs(xp, config, params, ids):
     which = config.layer_ropes or (0,) * config.num_layers
     layers = zip(params["layers"], config.sliding_windows, which, strict=True)
     for weights, window, rope in layers:
-        h = norm(x, weights["attn_norm"])
+        h = normed(x, weights, "attn_norm")
         is_linear = "linear_q" in weights
         out = linear_attention(h, weights) if is_linear else attention(h, weights, window, rope)
-        x = x + after(out, weights, "attn_norm_after")
-        h = norm(x, weights["mlp_norm"])
+        x = x + normed(out, weights, "attn_norm_after")
+        h = normed(x, weights, "mlp_norm")
         if "router" in weights:
             x = x + experts(h, weights)
             continue
         out = gated(h @ weights["gate"].T, h @ weights["up"].T) @ weights["down"].T
-        x = x + after(out, weights, "mlp_norm_after")
+        x = x + normed(out, weights, "mlp_norm_after")
     logits = norm(x, params["final_norm"]) @ params.get("lm_head", params["embed"]).T
     logits = capped(logits, config.logits_softcap)
     top = xp.max(logits, axis=-1, keepdims=True)

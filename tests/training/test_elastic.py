@@ -302,15 +302,16 @@ def qwen3_5_like() -> ModelConfig:
 @pytest.mark.invariance
 @pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.value)
 @pytest.mark.parametrize(
-    ("config", "mesh", "shares_layers"),
+    ("config", "lora", "shares_layers"),
     [
-        (gpt_oss_like(), (2, 2), False), (gemma2_like(), (2, 2), True),
-        (qwen3_5_like(), (2, 2), False),
+        (gpt_oss_like(), None, False), (gemma2_like(), None, True), (qwen3_5_like(), None, False),
+        (gpt_oss_like(), LoraConfig(rank=5, alpha=7.5, target_modules=("q_proj", "o_proj")), False),
+        (gemma2_like(), LoraConfig(rank=5, alpha=7.5), True),
     ],
-    ids=["gpt_oss", "gemma2", "qwen3_5"],
+    ids=["gpt_oss", "gemma2", "qwen3_5", "adapter of gpt_oss", "adapter of gemma2"],
 )  # fmt: skip
 def test_updates_of_families_are_bitwise_mesh_and_batch_invariant(
-    config, mesh, shares_layers, backend, sequences
+    config, lora, shares_layers, backend, sequences
 ):
     """Four devices with steps of accumulation. The probe is the list in another order.
 
@@ -320,9 +321,10 @@ def test_updates_of_families_are_bitwise_mesh_and_batch_invariant(
     def trainer_on(mesh=(1, 1), *, shares_layers: bool = False, backward=Backward.CANONICAL):
         return Trainer(
             dummy_model(config, backend=backend), optax.adamw(1e-2), mesh=make_mesh(*mesh),
-            clip_norm=1.0, shares_layers=shares_layers, backward=backward,
+            clip_norm=1.0, shares_layers=shares_layers, backward=backward, lora=lora,
         )  # fmt: skip
 
+    mesh = 2, 2
     four, one = sequences[:4], trainer_on()
     expected, want = updated(one, cut(four, 4), updates=2)
     found, got = updated(trainer_on(mesh, shares_layers=shares_layers), cut(four, 1), updates=2)

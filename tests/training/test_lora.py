@@ -61,6 +61,9 @@ CASES = {
     "experts": ("experts", LORA),
     "one_matrix_of_experts": ("experts", OF_DOWN),
     "beside_a_shared_expert": ("shared_expert", LORA),
+    "norms_before_and_behind": ("norms_before_and_behind", LORA),
+    "norms_behind": ("norms_behind", LORA),
+    "attention_beside_clamped_experts": ("clamped_experts", OF_ATTENTION),
 }
 """Models, the mixture's first layer dense, and adapters."""
 
@@ -242,6 +245,28 @@ def test_a_written_adapter_is_the_served_one(tmp_path, name):
 def test_modules_that_cannot_be_trained_are_refused_by_name(targets, message):
     with pytest.raises(ValueError, match=message):
         adapter_shapes(CONFIGS["shared_expert"], dataclasses.replace(LORA, target_modules=targets))
+
+
+def test_experts_with_biases_and_a_clamp_are_refused_and_attention_beside_them_is_not():
+    with pytest.raises(ValueError, match=r"whose adapters are served and not trained; name modul"):
+        adapter_shapes(CONFIGS["clamped_experts"], LORA)
+    layers = adapter_shapes(CONFIGS["clamped_experts"], OF_ATTENTION)["layers"]
+    assert [set(layer) for layer in layers] == [{"q", "v", "o"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("norms_before_and_behind", "norms behind its products and gates by GELU has not been run"),
+        ("norms_behind", "norms behind its products has not been run on a GPU"),
+        ("attention_beside_clamped_experts", "a clamp in its experts has not been run on a GPU"),
+    ],
+)
+def test_what_no_gpu_has_trained_is_refused_there(name, says):
+    config, lora = CASES[name]
+    model = dataclasses.replace(dummy_model(CONFIGS[config]), backend=Backend.SM90)
+    with pytest.raises(ValueError, match=says):
+        Trainer(model, optax.sgd(1.0), lora=lora, mesh=make_mesh(1, 1), clip_norm=1.0)
 
 
 @cache
