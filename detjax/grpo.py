@@ -23,6 +23,8 @@ from detjax.cli.options import Option, add_options
 if TYPE_CHECKING:  # imports JAX
     from detjax.training.grpo import GrpoArgs
 
+LORA_ALPHA = 16.0
+
 _DESCRIPTION = """\
 Train a model with GRPO on problems whose answers a program can check, exactly on-policy.
 
@@ -163,8 +165,8 @@ _TRAINING = (
     Option(
         name="lora_alpha",
         parse=float,
-        default=16.0,
         metavar="X",
+        default_text=f"{LORA_ALPHA:g}",
         help="alpha of the LoRA adapter, whose scale is alpha / rank",
     ),
     Option(
@@ -261,6 +263,13 @@ def check_args(args: argparse.Namespace) -> None:
         raise InputError("--save and --resume are of one run: give one --rollout and one seed")
     if args.save_every is not None and (args.save is None or args.save_every < 1):
         raise InputError(f"--save-every {args.save_every} must be at least 1, and goes with --save")
+    if not 0 < args.learning_rate < float("inf"):
+        raise InputError(
+            f"--learning-rate {args.learning_rate} must be a positive number, as updates go down "
+            "the loss"
+        )
+    if args.lora_alpha is not None and not args.lora_rank:
+        raise InputError("--lora-alpha is of an adapter; give --lora-rank as well")
     if args.lora_target_modules is not None and not args.lora_rank:
         raise InputError("--lora-target-modules is of an adapter; give --lora-rank as well")
     if args.lora_rank and args.rollout == "fast":
@@ -280,6 +289,7 @@ def grpo_args(args: argparse.Namespace) -> "GrpoArgs":
     if args.lora_rank:
         modes = tuple("merged" if mode == "fast" else mode for mode in modes)
     values |= {"modes": modes, "seeds": tuple(args.seeds or (0,))}
+    values["lora_alpha"] = LORA_ALPHA if args.lora_alpha is None else args.lora_alpha
     values["lora_target_modules"] = tuple(sorted(set(args.lora_target_modules or ())))
     return GrpoArgs(**values)
 

@@ -338,6 +338,10 @@ class LLM:
             raise ValueError(
                 f'messages is {messages!r:.80}; give a list: [{{"role": "user", "content": "..."}}]'
             )
+        if not isinstance(chat_template_kwargs, Mapping):
+            raise ValueError(f"{chat_template_kwargs=!r:.80} must be a dict of names and values")
+        if isinstance(tools, str) or not all(isinstance(one, Mapping) for one in tools or ()):
+            raise ValueError(f"{tools=!r:.80} must be a list of dicts, as OpenAI's API has them")
         asked = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message or None,

@@ -35,6 +35,9 @@ LOG2_E = 1.4426950408889634
 NOT_QUANTIZED = "none"
 """The `quantization` of a model whose checkpoint holds its weights themselves."""
 
+MOST_OF_A_SIZE = 2**16
+"""Of leaves and blocks of a profile. A receipt names them, and larger ones would take hours."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsProfile:
@@ -76,8 +79,8 @@ class NumericsProfile:
             )
         for name in ("num_leaves", "attention_block", "attention_split", "vocab_block"):
             value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
+            if not 1 <= value <= MOST_OF_A_SIZE or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two up to {MOST_OF_A_SIZE}")
         if self.attention_split % self.attention_block:
             raise ValueError(
                 f"attention_split={self.attention_split} must be a multiple of "

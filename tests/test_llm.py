@@ -221,6 +221,8 @@ def test_a_chat_goes_on_in_the_last_message_and_names_what_its_template_does_not
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "are both true"),
+        ({"tools": "f"}, "tools='f' must be a list of dicts"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs='x' must be a dict"),
     ):
         with pytest.raises(ValueError, match=name):
             toy.chat(messages, GREEDY, **options)

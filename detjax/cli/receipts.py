@@ -5,6 +5,7 @@ JAX is imported only once the receipts are known to be whole.
 """
 
 import argparse
+import difflib
 import json
 import re
 import time
@@ -218,6 +219,18 @@ def _check_accepted(paths: Sequence[str]) -> None:
                 f"--accept {path} is no field of model, numerics or build, such as build.arch; the "
                 "request and the answer are what is checked"
             )
+
+
+def _check_known(paths: Sequence[str], first: "Receipt", here: "Identity") -> None:
+    """See that what may differ is a field of the receipts, or of this machine."""
+    from detjax.proof.rerun import identity_fields
+
+    known = identity_fields(first) | identity_fields(here)
+    for path in paths:
+        if path not in known:
+            near = difflib.get_close_matches(path, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"--accept {path} is no field of these receipts{hint}")
 
 
 def _check_signers(receipts: Sequence["Receipt"], trusted: Path | None) -> None:
@@ -553,8 +566,12 @@ def _compare_identity(
 
     named = OF_ANOTHER_NAME if args.model is not None else ()
     unlike = list(identity_differences(first, here))
-    has_same_bits = first.bits == here.bits
-    builds = [path for path, _, _ in unlike if has_same_bits and is_of_build(path)]
+    _check_known(args.accept, first, here)
+    # The fingerprint follows from the build, so alone it does not differ.
+    may_differ = first.bits == here.bits and any(
+        path.startswith("build.") and path not in ALWAYS_EXCUSED for path, _, _ in unlike
+    )
+    builds = [path for path, _, _ in unlike if may_differ and is_of_build(path)]
     excused = (*args.accept, *ALWAYS_EXCUSED, *builds, *named)
     refused = [found for found in unlike if found[0] not in excused]
     if refused:

@@ -129,7 +129,8 @@ def _named_choices(
     is_list = isinstance(choices, list) and all(isinstance(one, dict) for one in choices)
     if not choices or not is_list:
         raise InputError(f"{origin}: answer {name!r} has no `choices` of objects, nor `output`")
-    names = [f"{name}, choice {i}" if len(choices) > 1 else name for i in range(len(choices))]
+    places = [one.get("index", i) for i, one in enumerate(choices)]
+    names = [f"{name}, choice {i}" if len(choices) > 1 else name for i in places]
     return [rest | one | {"id": key} for key, one in zip(names, choices, strict=True)]
 
 

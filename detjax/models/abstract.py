@@ -16,6 +16,7 @@ from detjax.models.pages import cache_of
 from detjax.models.params import ParamSpec, kv_layout, param_specs, partition_specs
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
+from detjax.pallas_kernels.hopper_sums import LOGIT_BLOCK
 from detjax.pallas_kernels.kernel_table import KERNELS
 from detjax.parallel.exchange import modules_of
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -49,6 +50,8 @@ def why_unsupported(
     """
     if KERNELS[backend].takes_every_model:
         return None
+    if profile.vocab_block != LOGIT_BLOCK:  # the choice of a token is no part of the step
+        return f"its kernels sum blocks of {LOGIT_BLOCK} logits, not {profile.vocab_block}"
     return _why_not_here(config, profile, backend, tp, KERNELS[backend])
 
 

@@ -85,6 +85,11 @@ def is_of_build(path: str) -> bool:
     return path.startswith("build.") or path == "numerics.fingerprint"
 
 
+def identity_fields(of: Receipt | Identity) -> set[str]:
+    """The path of each field of model, numerics and build."""
+    return {path for section in SECTIONS[:3] for path in _flat(section, getattr(of, section))}
+
+
 def _flat(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     flat = {}
     for name, value in values.items():

@@ -47,13 +47,23 @@ class Signature:
         ed25519, _, invalid = _cryptography()
         if self.algorithm != _ALGORITHM:
             raise SignatureError(f"signature.algorithm is {self.algorithm!r}, not {_ALGORITHM!r}")
-        key = ed25519.Ed25519PublicKey.from_public_bytes(_bytes(self.public_key, "public_key", 32))
+        public = _bytes(self.public_key, "public_key", 32)
+        if is_weak(public):
+            raise SignatureError(
+                "signature.public_key is of small order: anybody can make signatures that fit it"
+            )
+        key = ed25519.Ed25519PublicKey.from_public_bytes(public)
         try:
             key.verify(_bytes(self.value, "value", 64), data)
         except invalid as error:
             raise SignatureError(
                 "signature.value is not that of signature.public_key for this receipt"
             ) from error
+
+
+_PRIME = 2**255 - 19
+_CURVE = -121665 * pow(121666, -1, _PRIME) % _PRIME
+"""p and d of the curve of ed25519 (RFC 8032, section 5.1)."""
 
 
 class SigningKey:
@@ -101,7 +111,22 @@ def read_public_key(path: Path) -> str:
         raise ValueError(f"{path} holds no public key in PEM") from error
     if not isinstance(key, ed25519.Ed25519PublicKey):
         raise ValueError(f"{path} is no ed25519 key")
+    if is_weak(key.public_bytes_raw()):
+        raise ValueError(
+            f"{path} holds a key of small order: anybody can make signatures that fit it"
+        )
     return base64.b64encode(key.public_bytes_raw()).decode()
+
+
+def is_weak(public: bytes) -> bool:
+    """Whether a public key is one of the points of order 1, 2, 4 or 8, however it is written.
+
+    A key that `SigningKey` has made is of another order. OpenSSL verifies with such points too:
+    the identity with R the identity and S = 0 fits every message (RFC 8032, section 8.9).
+    """
+    y = (int.from_bytes(public, "little") & (2**255 - 1)) % _PRIME  # without the sign of x
+    # Order 1, 2: y = 1, -1. Order 4: y = 0. Order 8: its double has y = 0.
+    return y in (0, 1, _PRIME - 1) or (_CURVE * y**4 + 2 * y * y - 1) % _PRIME == 0
 
 
 def _bytes(text: str, name: str, count: int) -> bytes:

@@ -6,6 +6,7 @@ A line is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`, and
 """
 
 import asyncio
+import hashlib
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ OK_STATUS, BUSY_STATUS = 200, 429
 RETRY_S = 0.5
 _KEYS = ("custom_id", "method", "url", "body")
 _SHOWN = 80
+_REQUEST = "request_sha256"
 
 Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 """Sends a body to a path, and gives the status and the body of the answer."""
@@ -135,7 +137,7 @@ class BatchOutput:
                     f"{path} is not empty; give another file to write to, or --skip-done to go on "
                     "with these answers"
                 )
-            self._done = _read_done(path, {line.custom_id for line in lines})
+            self._done = _read_done(path, {line.custom_id: line for line in lines})
 
     @property
     def waiting(self) -> list[BatchLine]:
@@ -161,8 +163,12 @@ class BatchOutput:
         os.replace(made, self._path)
 
 
-def _read_done(path: Path, asked: set[str]) -> dict[str, str]:
-    """Lines of answers that were given, by id. The last one may be cut short."""
+def _read_done(path: Path, asked: Mapping[str, BatchLine]) -> dict[str, str]:
+    """Lines of answers that were given, by id. The last one may be cut short.
+
+    Raises:
+        ValueError: If a line is no answer, or one to another request than that of its id.
+    """
     done: dict[str, str] = {}
     *whole, _ = path.read_text(encoding="utf-8").split("\n")
     for number, text in enumerate(whole, 1):
@@ -177,6 +183,12 @@ def _read_done(path: Path, asked: set[str]) -> dict[str, str]:
             raise ValueError(
                 f"{path}, line {number} answers {str(custom_id)[:_SHOWN]!r}, which the input does "
                 "not ask; give another --output"
+            )
+        # Files of earlier versions do not say it.
+        if answer.get(_REQUEST, request := _request_sha256(asked[custom_id])) != request:
+            raise ValueError(
+                f"{path}, line {number} answers another request of id "
+                f"{str(custom_id)[:_SHOWN]!r} than the input has now; give another --output"
             )
         if status == OK_STATUS:
             done[custom_id] = f"{text}\n"
@@ -236,7 +248,14 @@ def _answer_of(line: BatchLine, status: int, body: Mapping[str, Any]) -> dict[st
         "custom_id": line.custom_id,
         "response": {"status_code": status, "request_id": body.get("id", name), "body": body},
         "error": error,
+        _REQUEST: _request_sha256(line),
     }
+
+
+def _request_sha256(line: BatchLine) -> str:
+    """A hash of what was asked, by which a continued run knows its answers."""
+    asked = json.dumps([line.url, line.body], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(asked.encode()).hexdigest()
 
 
 def in_process(app: Any) -> Ask:

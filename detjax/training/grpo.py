@@ -41,6 +41,7 @@ from detjax.training.trainer import Trainer
 from detjax.training.weights import master_params
 
 ROWS_FILE = "rows.jsonl"
+LATER_ROWS_FILE = "rows_behind_a_state.jsonl"
 _ROW_NAMES = {"rollout", "seed", "step", "kl", "reward"}
 MERGED = "merged"
 """The rollout of a trained adapter that is added to the weights: the control."""
@@ -260,7 +261,7 @@ def run_one(
             raise ValueError(
                 f"{args.resume} has made {int(state.step)} updates; give more --steps than that"
             )
-        _check_rows(args.output, mode, seed, first_step=int(state.step))
+        _drop_later_rows(args.output, mode, seed, first_step=int(state.step))
     stops = _stops(args, int(state.step))
     for stop in stops if args.save is not None else ():
         check_no_state(_save_folder(args, stop, seed))
@@ -293,15 +294,24 @@ def run_one(
     )
 
 
-def _check_rows(out: Path | None, mode: str, seed: int, *, first_step: int) -> None:
-    """Refuse to add steps to a `rows.jsonl` that has them already."""
+def _drop_later_rows(out: Path | None, mode: str, seed: int, *, first_step: int) -> None:
+    """Take rows of steps behind a state out of `rows.jsonl`: a run that was killed left them.
+
+    They are made again. What is taken out goes to `LATER_ROWS_FILE`.
+    """
     rows = [] if out is None else read_rows(out)
-    known = {row["step"] for row in rows if (row["rollout"], row["seed"]) == (mode, seed)}
-    if known and max(known) >= first_step:
-        raise ValueError(
-            f"{out} has rows up to step {max(known)} of this run, which would go on with step "
-            f"{first_step}; give another --output"
-        )
+    later = [
+        row
+        for row in rows
+        if (row["rollout"], row["seed"]) == (mode, seed) and row["step"] >= first_step
+    ]
+    if out is None or not later:
+        return
+    with (out / LATER_ROWS_FILE).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in later)
+    # WHY: the same file, as it is open to append to.
+    kept = (json.dumps(row) + "\n" for row in rows if row not in later)
+    (out / ROWS_FILE).write_text("".join(kept), encoding="utf-8")
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 
 import hashlib
 import importlib
-import math
 import numbers
 import sys
 from collections.abc import Callable
@@ -64,12 +63,19 @@ class Rewarded(AbstractTask):
         asked += f"{problem.prompt[:40]!r},"
         try:
             value: Any = self._function(problem, text)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{asked} raised {error!r}") from error
         is_number = isinstance(value, numbers.Real | np.bool)
-        if not is_number or not math.isfinite(value):
-            raise ValueError(f"{asked} gave {value!r:.60}; it must give a finite number")
+        if not is_number or not abs(cast(float, value)) <= MOST_REWARD:
+            raise ValueError(
+                f"{asked} gave {value!r:.60}; it must give a finite number, at most "
+                f"{MOST_REWARD:g} in size"
+            )
         return float(value)
+
+
+MOST_REWARD = 1e30
+"""Squares of larger ones are no float32."""
 
 
 def _find(name: str) -> tuple[RewardFunction, str | None]:

@@ -167,6 +167,12 @@ def test_the_null_of_an_echoed_prompt_is_no_difference(write, capsys):
     assert (code, found["num_bits"], found["largest_gap"]) == (BITS_DIFFER, 1, 0.5)
 
 
+def test_choices_are_paired_by_their_index(write, capsys):
+    choices = [{"index": i, "text": text} for i, text in enumerate("xy")]
+    a, b = write("a", {"choices": choices}), write("b", {"choices": choices[::-1]})
+    assert compared(capsys, a, b)[0] == OK
+
+
 def test_choices_of_one_response_and_sequences_of_one_id_are_apart(write, capsys):
     a = write("a", {"choices": [{"text": "x"}, {"text": "y"}]})
     assert (

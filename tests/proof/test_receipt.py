@@ -21,7 +21,7 @@ from detjax.proof.canonical_json import canonical_json
 from detjax.proof.identity import Identity
 from detjax.proof.parsing import ReceiptError, hashes
 from detjax.proof.receipt import Receipt, read_receipts
-from detjax.proof.signing import SignatureError, SigningKey, read_public_key
+from detjax.proof.signing import Signature, SignatureError, SigningKey, read_public_key
 
 IDENTITY = Identity(
     model={
@@ -285,6 +285,70 @@ def test_a_signature_is_of_all_and_by_one_key(tmp_path):
     stolen = dataclasses.replace(other, signature=signed.signature)
     with pytest.raises(SignatureError, match=r"signature\.value is not that"):
         Receipt.from_json(stolen.to_json())
+
+
+PRIME = 2**255 - 19
+
+
+def points_of_small_order() -> list[bytes]:
+    """All eight, from random points times the order of the large subgroup."""
+    curve = -121665 * pow(121666, -1, PRIME) % PRIME
+    root = pow(2, (PRIME - 1) // 4, PRIME)
+
+    def added(p, q):
+        (a, b), (c, e) = p, q
+        k = curve * a * b * c * e % PRIME
+        x = (a * e + c * b) * pow(1 + k, -1, PRIME) % PRIME
+        return x, (b * e + a * c) * pow(1 - k, -1, PRIME) % PRIME
+
+    def times(count, p):
+        total = (0, 1)
+        for bit in bin(count)[2:]:
+            total = added(total, total)
+            total = added(total, p) if bit == "1" else total
+        return total
+
+    found, y = set(), 2
+    while len(found) < 8:
+        y += 1
+        square = (y * y - 1) * pow(curve * y * y + 1, -1, PRIME) % PRIME
+        x = pow(square, (PRIME + 3) // 8, PRIME)
+        x = x if x * x % PRIME == square else x * root % PRIME
+        if x * x % PRIME == square:
+            found.add(times(2**252 + 27742317777372353535851937790883648493, (x, y)))
+    return [(y | (x & 1) << 255).to_bytes(32, "little") for x, y in sorted(found)]
+
+
+def test_a_key_that_fits_every_signature_is_refused(tmp_path):
+    """A point of small order, also written with y above the prime; one that was made is not."""
+    points = points_of_small_order()
+    large = [
+        (y + PRIME).to_bytes(32, "little")
+        for y in (int.from_bytes(point, "little") for point in points)
+        if y + PRIME < 2**255
+    ]
+    assert len(set(points)) == 8 and len(large) == 2
+    identity = (1).to_bytes(32, "little")
+    for public in (*points, *large):
+        signature = Signature(
+            algorithm="ed25519",
+            public_key=base64.b64encode(public).decode(),
+            value=base64.b64encode(identity + bytes(32)).decode(),
+        )
+        with pytest.raises(SignatureError, match="of small order: anybody can make"):
+            Receipt.from_json(dataclasses.replace(make_receipt(), signature=signature).to_json())
+    # The control: what verifies has no objection.
+    ed25519.Ed25519PublicKey.from_public_bytes(identity).verify(identity + bytes(32), b"anything")
+    path = tmp_path / "weak.pem"
+    path.write_bytes(
+        ed25519.Ed25519PublicKey.from_public_bytes(identity).public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    with pytest.raises(ValueError, match="holds a key of small order"):
+        read_public_key(path)
+    make_key(tmp_path)
+    assert read_public_key(tmp_path / "public.pem")
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,49 @@ def test_only_what_machines_say_of_themselves_may_be_accepted(file, capsys):
     assert "is no field of model, numerics or build" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (
+            "build.archs",
+            "--accept build.archs is no field of these receipts; did you mean build.ar",
+        ),
+        ("build.arch.x", "--accept build.arch.x is no field of these receipts"),
+        ("model.nope", "--accept model.nope is no field of these receipts"),
+    ],
+)
+def test_a_field_that_nobody_has_is_not_accepted(file, capsys, path, says):
+    assert run_replay(file, "--accept", path) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_a_fingerprint_that_does_not_follow_from_its_build_is_refused(receipts, tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_text(edited(receipts[0], "numerics", fingerprint="0" * 16).to_json() + "\n")
+    assert run_replay(path) == 2
+    assert "numerics.fingerprint is 0000000000000000 in the receipts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("attention_split", 2**52, "attention_split=4503599627370496 must be a power of two up to"),
+        ("vocab_block", 2**17, "vocab_block=131072 must be a power of two up to 65536"),
+        ("vocab_block", 64, "its kernels sum blocks of 128 logits, not 64"),
+    ],
+)
+def test_a_profile_that_no_kernel_has_is_one_line(receipts, tmp_path, capsys, field, value, says):
+    path, made = tmp_path / "r.jsonl", receipts[0]
+    values = json.loads(made.to_json())
+    profile = values["numerics"]["profile"] | {field: value}
+    other = edited(made, "numerics", profile=profile)
+    path.write_text(other.to_json() + "\n")
+    assert run_replay(path, "--backend", "reference") == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
 def test_receipts_of_two_models_are_not_mixed(receipts, tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     other = edited(receipts[1], "model", weights="00" * 32)

@@ -2,6 +2,7 @@
 """Files of requests in the format of OpenAI's batch API."""
 
 import asyncio
+import dataclasses
 import json
 import random
 
@@ -133,6 +134,9 @@ def test_answers_have_the_order_of_the_input_and_a_file_is_gone_on_with(tmp_path
     assert [row["error"] for row in read(path)] == [None] * 7
     with pytest.raises(ValueError, match="line 1 answers '0', which the input does not ask"):
         BatchOutput(path, lines[1:], skips_done=True)
+    other = [dataclasses.replace(lines[0], body={**lines[0].body, "max_tokens": 3}), *lines[1:]]
+    with pytest.raises(ValueError, match="line 1 answers another request of id '0' than the input"):
+        BatchOutput(path, other, skips_done=True)
     path.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1 is no answer of a batch; give another --output"):
         BatchOutput(path, lines, skips_done=True)

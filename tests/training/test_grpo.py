@@ -334,17 +334,26 @@ def test_a_run_is_not_continued_with_other_problems_or_another_model(prepared, t
         restore_state(tmp_path / "a", other.trainer, facts=other.facts("invariant", 0))
 
 
-def test_resuming_keeps_the_rows_that_are_there(tmp_path):
-    row = {"rollout": "invariant", "seed": 0, "step": 4, "kl": 0.0, "reward": 1.0}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    grpo._check_rows(tmp_path, "invariant", 0, first_step=5)
-    grpo._check_rows(tmp_path, "invariant", 1, first_step=0)
-    grpo._check_rows(None, "invariant", 0, first_step=0)
-    with pytest.raises(ValueError, match="has rows up to step 4 .* go on with step 4; give"):
-        grpo._check_rows(tmp_path, "invariant", 0, first_step=4)
-    (tmp_path / "rows.jsonl").write_text('{"rollout": 1}\n')
+def test_rows_behind_a_state_are_made_again_and_the_others_stay(tmp_path):
+    """A run that was killed between two saves has them. The file may be open to append to."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"rollout": "invariant", "seed": seed, "step": step, "kl": 0.0, "reward": 1.0}
+        for seed, step in ((0, 3), (0, 4), (1, 4), (0, 5))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grpo._drop_later_rows(None, "invariant", 0, first_step=0)
+    grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=6)
+    assert grpo.read_rows(tmp_path) == rows
+    with path.open("a") as file:
+        grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=4)
+        file.write(json.dumps(rows[1]) + "\n")
+    assert grpo.read_rows(tmp_path) == [rows[0], rows[2], rows[1]]
+    later = (tmp_path / grpo.LATER_ROWS_FILE).read_text().splitlines()
+    assert [json.loads(line) for line in later] == [rows[1], rows[3]]
+    path.write_text('{"rollout": 1}\n')
     with pytest.raises(ValueError, match="rows.jsonl, line 1: not a row"):
-        grpo._check_rows(tmp_path, "invariant", 0, first_step=4)
+        grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=4)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +465,10 @@ def test_lengths_are_the_tasks_if_not_given(tmp_path):
         ("return None", "gave None; it must give a finite number"),
         ("return float('nan')", "gave nan; it must give a finite number"),
         ("return 'good'", "gave 'good'; it must"),
+        ("return 10**400", "it must give a finite number, at most 1e\\+30"),
+        ("return -1e31", r"gave -1e\+31; it must give a finite number"),
         ("raise KeyError('answer')", r"raised KeyError\('answer'\)"),
+        ("raise SystemExit(0)", r"raised SystemExit\(0\)"),
     ],
 )
 def test_a_reward_that_is_no_number_is_named(tmp_path, monkeypatch, body, message):

@@ -371,6 +371,11 @@ def test_grpo_with_an_adapter_has_zero_kl_and_merging_has_not(tmp_path, request,
 def test_modules_of_the_command_go_with_an_adapter_and_are_of_the_model(mixture, capsys):
     assert main([*mixture, "--lora-target-modules", "q_proj"]) == BAD_INPUT
     assert "--lora-target-modules is of an adapter" in capsys.readouterr().err
+    assert main([*mixture, "--lora-alpha", "8"]) == BAD_INPUT
+    assert "--lora-alpha is of an adapter; give --lora-rank" in capsys.readouterr().err
+    for rate in ("-0.001", "0", "inf", "nan"):
+        assert main([*mixture, "--learning-rate", rate]) == BAD_INPUT
+        assert "must be a positive number, as updates go" in capsys.readouterr().err
     assert main([*TINY, *mixture, "--lora-target-modules", "w1"]) == BAD_INPUT
     assert "has 'w1', and no linear module of this model" in capsys.readouterr().err
 
