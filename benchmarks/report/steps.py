@@ -82,9 +82,9 @@ def step_note(found: list[dict]) -> str:
         )
     if any("share of the limit" in row for row in found):
         note += (
-            " The limit of decode is, product by product, the larger of the weights' bytes at 4.3 "
-            "TB/s and the multiply-adds at 790 TFLOP/s, and the cache's bytes; that of prefill is "
-            "790 TFLOP/s."
+            " The limit of decode is the sum over products of the larger of two: the weights' "
+            "bytes at 4.3 TB/s, and the multiply-adds at 790 TFLOP/s. The cache's bytes are added. "
+            "The limit of prefill is 790 TFLOP/s."
         )
     return note
 

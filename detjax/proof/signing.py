@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 _ALGORITHM = "ed25519"
+_PRIME = 2**255 - 19
+_CURVE = -121665 * pow(121666, -1, _PRIME) % _PRIME
+"""p and d of the curve of ed25519 (RFC 8032, section 5.1)."""
 
 
 def _cryptography() -> Any:
@@ -59,11 +62,6 @@ class Signature:
             raise SignatureError(
                 "signature.value is not that of signature.public_key for this receipt"
             ) from error
-
-
-_PRIME = 2**255 - 19
-_CURVE = -121665 * pow(121666, -1, _PRIME) % _PRIME
-"""p and d of the curve of ed25519 (RFC 8032, section 5.1)."""
 
 
 class SigningKey:

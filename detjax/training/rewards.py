@@ -13,8 +13,11 @@ import numpy as np
 
 from detjax.training.tasks import AbstractTask, Problem
 
+MOST_REWARD = 1e30
+"""The spread of a group is made of squares, which are no float64 from 1e154 on."""
+
 RewardFunction = Callable[[Problem, str], float]
-"""`reward(problem, text)`: what an answer earns, any finite number.
+"""`reward(problem, text)`: what an answer earns, a number of at most `MOST_REWARD` in size.
 
 `problem.prompt` is what the model read, `problem.answer` what the task holds for right, and `text`
 the answer, the text that ended it included. It must depend on nothing else, or a run cannot be
@@ -72,10 +75,6 @@ class Rewarded(AbstractTask):
                 f"{MOST_REWARD:g} in size"
             )
         return float(value)
-
-
-MOST_REWARD = 1e30
-"""Squares of larger ones are no float32."""
 
 
 def _find(name: str) -> tuple[RewardFunction, str | None]:

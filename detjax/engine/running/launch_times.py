@@ -9,8 +9,8 @@ from detjax.models.loading import LoadedModel
 SEVERAL = 8
 """Tokens of a launch where the host is the limit.
 
-Of 135M parameters, 4 and 8 make 1.53 and 1.54 times the tokens a second of 1 for one sequence, 1.61
-and 1.62 for 8, 1.81 and 2.07 for 64 (SmolLM2's shapes, H200, 2026-11).
+Of 135M parameters, 4 and 8 make 1.79 and 1.80 times the tokens a second of 1 for one sequence, 1.78
+and 1.81 for 8, 2.09 and 2.32 for 64, 1.79 and 2.12 for 256 (SmolLM2's shapes, H200, 2026-11).
 """
 
 SEVERAL_WINDOWS = 4
