@@ -199,7 +199,9 @@ class Tile:
         return self.whole.cast(lax.broadcast_in_dim(row_values, shape, [0]))
 
     def over_rows(self, col_values, shape):
-        """Repeat one value a column."""
+        """Repeat one value a column; values of a shape of their own stay."""
+        if col_values.shape == shape:
+            return col_values
         return self.whole.cast(lax.broadcast_in_dim(col_values, shape, [1]))
 
 

@@ -35,7 +35,7 @@ from detjax.models.adapters.peft_config import (
     PeftConfig,
     matches,
 )
-from detjax.models.config import Gating, ModelConfig, NormPlacement
+from detjax.models.config import ModelConfig
 from detjax.models.params import (
     EXPERT_MATRICES,
     MATRICES,
@@ -131,16 +131,6 @@ def _untrained(config: ModelConfig) -> dict[str, bool]:
         "linear attention": config.linear_attention is not None,
         "rows that the decoder reads in another order": any(name in plan for name in matrices),
     }
-
-
-def unproven_on_gpus(config: ModelConfig) -> str:
-    """What of a model no GPU has trained an adapter beside, or nothing."""
-    features = {
-        "biases and a clamp in its experts": config.has_clamped_experts,
-        "norms behind its products": config.norms is not NormPlacement.BEFORE,
-        "gates by GELU": config.gating is not Gating.SWIGLU,
-    }
-    return " and ".join(what for what, is_there in features.items() if is_there)
 
 
 def adapted_tensors(config: ModelConfig, lora: LoraConfig) -> list[list[str]]:

@@ -41,7 +41,6 @@ from detjax.training.lora import (
     adapter_shapes,
     adapts_experts,
     first_adapter,
-    unproven_on_gpus,
     with_adapter,
 )
 from detjax.training.rounding import by_use, of_uses
@@ -415,12 +414,6 @@ def _check_training(
             f"{why}; name attention alone in target_modules, or use backend 'reference' or "
             "'portable'"
         )
-    if lora is not None and model.backend.platform == "gpu":
-        if what := unproven_on_gpus(model.config):
-            raise ValueError(
-                f"training of adapters of a model with {what} has not been run on a GPU; use "
-                "backend 'reference' or 'portable', or train its weights"
-            )
     if not balance_weight >= 0 or (balance_weight and model.config.experts is None):
         raise ValueError(
             f"{balance_weight=} must be 0, or positive where the model has mixtures of experts"

@@ -976,7 +976,11 @@ def test_new_tokens_with_sinks_are_bitwise_path_consistent(num_seqs):
     ("group", "channels"), [(1, 128), (2, 64), (3, 64), (4, 128), (7, 64), (8, 64), (8, 128)]
 )
 def test_windows_inside_decode_are_bitwise_schedule_invariant(group, channels, with_norm):
-    """Windows on one page and on two, on one split and on two, and padding among them."""
+    """Windows on one page and on two, on one split and on two, and padding among them.
+
+    The partial results of one CTA that has all eight heads of 128 channels, 96 KiB, go through
+    device memory, and those of others through shared memory.
+    """
     contexts = [1, 127, 128, 130, 0, 511, 513, 516, 1100, 1500]
     case = new_tokens(
         contexts, counts=[1, 3, 8, 5, 8, 4, 2, 8, 1, 5], kv_heads=3, group=group,

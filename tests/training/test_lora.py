@@ -254,21 +254,6 @@ def test_experts_with_biases_and_a_clamp_are_refused_and_attention_beside_them_i
     assert [set(layer) for layer in layers] == [{"q", "v", "o"}] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("norms_before_and_behind", "norms behind its products and gates by GELU has not been run"),
-        ("norms_behind", "norms behind its products has not been run on a GPU"),
-        ("attention_beside_clamped_experts", "a clamp in its experts has not been run on a GPU"),
-    ],
-)
-def test_what_no_gpu_has_trained_is_refused_there(name, says):
-    config, lora = CASES[name]
-    model = dataclasses.replace(dummy_model(CONFIGS[config]), backend=Backend.SM90)
-    with pytest.raises(ValueError, match=says):
-        Trainer(model, optax.sgd(1.0), lora=lora, mesh=make_mesh(1, 1), clip_norm=1.0)
-
-
 @cache
 def gradient_of_experts(backward: Backward) -> Callable[[Batch], dict]:
     """Of an adapter of one layer's experts, whose rows, routes and cotangents are those of ids."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
 from detjax.pallas_kernels.attention import sm90_float32
-from detjax.pallas_kernels.attention.sm90_decode_cluster import attend_clusters
+from detjax.pallas_kernels.attention.sm90_decode_cluster import PARTIAL_BYTES, attend_clusters
 from detjax.pallas_kernels.attention.sm90_decode_exchange import SENT_ROWS, SPREAD
 from detjax.pallas_kernels.attention.sm90_decode_job import DecodeConfig, Job, Operands
 from detjax.pallas_kernels.attention.sm90_decode_listed import (
@@ -40,7 +40,6 @@ BUSY_PAIRS = 256  # of a sequence and a kv head, about two for each CTA
 MAX_FOLDED_SPLITS = 8  # of a sequence, so that one long sequence does not hold up a batch
 MAX_IN_CLUSTER = 8  # CTAs, as far as every Hopper GPU goes
 MOST_NEW_TOKENS = 8  # of a sequence, that one launch rotates and attends from
-PARTIAL_BYTES = 32 << 10  # of shared memory for the partial results that a cluster merges
 
 # What a decode step does in one launch; each changes no bit.
 FUSE_ROPE = True
@@ -222,7 +221,7 @@ def decode_config(
     spread = spread and SPREAD * pairs <= MOST_CTAS and not (is_wide and reads_float8)
     fits = fits and (spread or not is_wide)
     cluster = 0
-    if query_len > 1:  # new tokens are merged in device memory
+    if query_len > 1:
         fits = is_new and group * channels >= LANES and splits <= MAX_IN_CLUSTER and not is_wide
         # No GPU has run windows on pages of float8 in one launch.
         fits = fits and not reads_float8

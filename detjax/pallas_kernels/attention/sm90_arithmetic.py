@@ -7,6 +7,7 @@ So each float operation here names its instruction. The kernels differ in who ru
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -217,13 +218,14 @@ class AttentionArithmetic:
         return out.astype(dtype)
 
 
-def store_rows(x, start, num_rows: int) -> None:
+def store_rows(x, start, num_rows: int, place: Callable | None = None) -> None:
     """Write the first rows of a float32 tile, or of one value a row, from registers; MLIR.
 
     Args:
         x: In the layout of an accumulator or of its rows.
         start: Pointer to where they lie one after the other, in device or shared memory.
         num_rows: How many.
+        place: Gives another pointer, and the row there, for each row.
     """
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     stride = x.shape[1] if len(x.shape) == 2 else 1
@@ -231,9 +233,10 @@ def store_rows(x, start, num_rows: int) -> None:
         row, col = at if len(at) == 2 else (*at, mgpu.c(0, index))
         is_row = ptx.below(row, mgpu.c(num_rows, index))
         with mgpu.utils.when(is_row):
+            first, row = (start, row) if place is None else place(row)
             offset = arith.addi(arith.muli(row, mgpu.c(stride, index)), col)
             offset = arith.index_cast(i32, offset)
-            where = mgpu.utils.getelementptr(start, [offset], ir.F32Type.get())
+            where = mgpu.utils.getelementptr(first, [offset], ir.F32Type.get())
             llvm.store(register, where)
 
 

@@ -2,8 +2,8 @@
 """Decode by clusters: the CTAs of one share the splits of a sequence and a key/value head.
 
 One launch. Of one query a sequence, each sends its partial results to the first one's shared
-memory, which merges them. A window of new tokens has too many: they go through device memory, and
-each CTA merges some of the tokens.
+memory, which merges them. Of a window of new tokens each CTA merges some, and gets their rows. If
+these are too many for shared memory, they go through device memory.
 """
 
 import functools
@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 
 from detjax.pallas_kernels import sm90_ptx as ptx
 from detjax.pallas_kernels.attention import sm90_arithmetic as bits
@@ -30,14 +32,17 @@ from detjax.pallas_kernels.attention.sm90_decode_job import (
 from detjax.pallas_kernels.attention.sm90_decode_run import load_runs, start_turn
 from detjax.pallas_kernels.sm90_hardware import LANES
 
+PARTIAL_BYTES = 32 << 10
+"""Of shared memory for the partial results that a CTA merges."""
+
 
 def attend_clusters(job: Job, operands: Operands) -> jax.Array:
     """The output of all sequences, [B H C]."""
     cluster, per_split = job.config.cluster, job.config.blocks_per_split
     is_window = job.query_len > 1
-    in_memory = job.is_interpreted or is_window
     table, pairs = operands.page_table, job.batch * job.kv_heads
     most_splits = -(-table.shape[1] // per_split)
+    in_memory = _is_merged_in_memory(job, most_splits)
 
     def body(memory: Memory):
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
@@ -78,19 +83,18 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
             run_at=run_at,
             layer=lambda: layer,
         )
-        parts = _parts(job, memory)
+        parts = memory.results[:2] if in_memory else memory.slots.kept_results
 
-        def one_run(index, base):
-            turn = start_turn(work, index, base)
+        def one_run(index, base, row_pos):
+            turn = start_turn(work, index, base, row_pos)
             state = turn.split()
             turn.free_queries()
-            _send_to_leader(
-                *state, *parts, turn.run.partial, job.padded_rows, job.math,
-                is_alone=in_memory or cluster == 1,
-            )  # fmt: skip
+            _send_partial(job, state, parts, turn.run.partial, in_memory=in_memory)
             return base + turn.run.blocks
 
         def compute():
+            # WHY: read before the new tokens are made, so that no score waits for it.
+            row_pos = job.math.load(memory.positions.at[seq]) if is_window else None
             if job.new_token is not None:
                 prepare = functools.partial(
                     job.new_token.prepare, memory.queries, *here, memory.slots.q.at[0],
@@ -98,7 +102,8 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
                 )  # fmt: skip
                 # A window's CTA may be there to merge alone.
                 pl.when(work.num_turns > 0)(prepare) if is_window else prepare()
-            lax.fori_loop(0, work.num_turns, one_run, jnp.int32(0))
+            run = functools.partial(one_run, row_pos=row_pos)
+            lax.fori_loop(0, work.num_turns, run, jnp.int32(0))
 
         def load():
             load_runs(
@@ -121,29 +126,31 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
                 plgpu.commit_smem()
             first = cta * most_splits if in_memory else 0
 
-            def merge(token, position):
+            def merge(token, position, row):
                 out = memory.results[-1]
                 merge_splits(
-                    job, *parts, out, here, position, first, num_splits, token, memory.gates
-                )
+                    job, parts, out, here, position, first, num_splits, token=token, row=row,
+                    gates=memory.gates,
+                )  # fmt: skip
 
             if not is_window:
-                pl.when(rank == 0)(lambda: merge(0, last))
+                pl.when(rank == 0)(lambda: merge(0, last, first_row(job, *here)))
                 return
 
             def one_token(turn, _):
                 token = turn * cluster + rank
-                merge(token, memory.positions[seq, token * job.group])
+                position = tokens[0]
+                for t in range(1, job.query_len):
+                    position = jnp.where(token == t, tokens[t], position)
+                merge(token, position, (token if in_memory else turn) * job.group)
                 return 0
 
             mine = lax.div(job.query_len - rank + (cluster - 1), jnp.int32(cluster))
             lax.fori_loop(0, mine, one_token, 0)
 
     f32 = jnp.float32
-    shapes = (
-        (most_splits, job.padded_rows * job.channels),
-        (most_splits, 2, job.padded_rows),
-    )
+    num_rows = job.padded_rows if in_memory else _rows_merged(job)
+    shapes = (most_splits, num_rows * job.channels), (most_splits, 2, num_rows)
     num_out = pairs * job.query_len * job.group * job.channels
     results = [jax.ShapeDtypeStruct((num_out,), job.dtype)]
     kept, barrier = [plgpu.SMEM(shape, f32) for shape in shapes], None
@@ -162,35 +169,49 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
     return launch(job, operands, schedule, body)[-1]
 
 
-def _parts(job: Job, memory: Memory) -> list:
-    """Where splits leave their output, and their maximum and sum, for those who merge."""
-    in_memory = job.is_interpreted or job.query_len > 1
-    return memory.results[:2] if in_memory else memory.slots.kept_results
+def _rows_merged(job: Job) -> int:
+    """Rows of a split that a CTA merges: all of one query, or those of its tokens of a window."""
+    if job.query_len == 1:
+        return job.padded_rows
+    return pl.cdiv(job.query_len, job.config.cluster) * job.group
+
+
+def _is_merged_in_memory(job: Job, most_splits: int) -> bool:
+    """Whether partial results go through device memory: those that shared memory does not hold.
+
+    Interpretation knows no other CTA's shared memory either.
+    """
+    num_bytes = most_splits * _rows_merged(job) * job.channels * 4
+    return job.is_interpreted or (job.query_len > 1 and num_bytes > PARTIAL_BYTES)
+
+
+def first_row(job: Job, seq, kv_head):
+    """Where the rows of the only token of a pair lie among those of its tile."""
+    return lax.rem((seq * job.kv_heads + kv_head) * job.rows_apart, jnp.int32(8))
 
 
 def merge_splits(
-    job: Job, part_ref, scales_ref, out_ref, here, position, first, num_splits, token=0, gates=None
-) -> None:
+    job: Job, parts, out_ref, here, position, first, num_splits,
+    *, row, token=0, gates=None,
+) -> None:  # fmt: skip
     """Fold the splits left to right and write the output of a token and a kv head, gated if it is.
 
     Args:
         job: What the launch attends to.
-        part_ref: Unnormalised outputs of splits; the rows of a token follow those before it.
-        scales_ref: Their maxima and sums.
+        parts: Unnormalised outputs of splits; their maxima and sums.
         out_ref: Of all sequences.
         here: The sequence and the kv head.
         position: Of the token; -1 for padding.
         first: Where the first split lies.
         num_splits: How many there are.
+        row: Where the token's rows begin among those of a split.
         token: Which of the sequence's tokens.
         gates: Rows of tokens, whose last columns are gates of all query heads, or None.
     """
     lanes = MergeLanes(channels=job.channels, is_interpreted=job.is_interpreted)
-    seq, kv_head = here
-    pair = seq * job.kv_heads + kv_head
+    (part_ref, scales_ref), (seq, kv_head) = parts, here
     rows = [min(r, job.group - lanes.rows) for r in range(0, job.group, lanes.rows)]
-    places = [(row, channel) for row in rows for channel in range(0, job.channels, LANES)]
-    shift = lax.rem(pair * job.rows_apart, jnp.int32(8)) + token * job.group
+    places = [(head, channel) for head in rows for channel in range(0, job.channels, LANES)]
     of_gates = [None] * len(places)
     if gates is not None:  # loaded before the sums that need no gate
         first_gate = gates.shape[1] - (job.kv_heads - kv_head) * job.group * job.channels
@@ -198,58 +219,76 @@ def merge_splits(
             lanes.math.load(
                 gates.at[
                     seq * job.query_len + token,
-                    pl.ds(first_gate + row * job.channels + channel, LANES),
+                    pl.ds(first_gate + head * job.channels + channel, LANES),
                 ]
             )
-            for row, channel in places
+            for head, channel in places
         ]
 
     def one_split(split, states):
         return tuple(
             lanes.fold(
                 state,
-                lanes.spread(lambda r: scales_ref[first + split, 0, r], shift + row),
-                lanes.spread(lambda r: scales_ref[first + split, 1, r], shift + row),
+                lanes.spread(lambda r: scales_ref[first + split, 0, r], row + head),
+                lanes.spread(lambda r: scales_ref[first + split, 1, r], row + head),
                 lanes.math.load(
-                    part_ref.at[first + split, pl.ds((shift + row) * job.channels + channel, LANES)]
+                    part_ref.at[first + split, pl.ds((row + head) * job.channels + channel, LANES)]
                 ),
             )
-            for (row, channel), state in zip(places, states, strict=True)
+            for (head, channel), state in zip(places, states, strict=True)
         )
 
     states = lax.fori_loop(0, num_splits, one_split, (lanes.empty(),) * len(places))
-    first_row = (seq * job.query_len + token) * job.kv_heads * job.group + kv_head * job.group
-    for (row, channel), state, gate in zip(places, states, of_gates, strict=True):
+    first_head = (seq * job.query_len + token) * job.kv_heads * job.group + kv_head * job.group
+    for (head, channel), state, gate in zip(places, states, of_gates, strict=True):
         is_row = lanes.spread(lambda r: position, 0) >= 0
         out = lanes.finish(state, is_row, job.dtype)
         if gate is not None:
             out = lanes.gated(gate, out)
-        out_ref[pl.ds((first_row + row) * job.channels + channel, LANES)] = out
+        out_ref[pl.ds((first_head + head) * job.channels + channel, LANES)] = out
 
 
-def _send_to_leader(
-    out, m, weight_sum, part_ref, scales_ref, split, num_rows, math, *, is_alone
-) -> None:
-    """Write a split's partial result where it is merged: with the cluster's first CTA, or here.
+def _send_partial(job: Job, state, parts, split, *, in_memory: bool) -> None:
+    """Write a split's partial result where it is merged.
 
-    # WHY: plain stores to the leader's shared memory, a fresh place for each split, and plain loads
-    there after `ptx.meet_cluster`, which orders them: one proxy, one scope, no flag and no counter.
+    That is in device memory, or in the shared memory of the CTA that merges the row: the cluster's
+    first one of one query, and of a window the one that has the token.
+
+    # WHY: plain stores, a fresh place for each split, and plain loads after `ptx.meet_cluster`,
+    which orders them: one proxy, one scope, no flag and no counter.
     """
+    math, num_rows = job.math, job.padded_rows
+    out, m, weight_sum = state
+    part_ref, scales_ref = parts
     if math.is_interpreted:
         part_ref[split] = out[:num_rows].reshape(-1)
         scales_ref[split, 0] = m[:num_rows]
         scales_ref[split, 1] = weight_sum[:num_rows]
         return
-    memory = plgpu.RefType()
+    memory, cluster = plgpu.RefType(), job.config.cluster
+    if job.query_len > 1 and not in_memory:
+        num_rows = job.query_len * job.group
+
+    def place_of_token(start, row):
+        """The token's CTA and its row there."""
+        index = ir.IndexType.get()
+        token, head = (op(row, mgpu.c(job.group, index)) for op in (arith.divui, arith.remui))
+        rank, turn = (op(token, mgpu.c(cluster, index)) for op in (arith.remui, arith.divui))
+        rank = arith.index_cast(ptx.int_type(), rank)
+        row = arith.addi(arith.muli(turn, mgpu.c(job.group, index)), head)
+        return mgpu.utils.get_cluster_ptr(start, rank), row
 
     @plgpu.inline_mgpu(
         arg_types=(math.layout, math.row_layout, math.row_layout, memory, memory, memory)
     )
     def emit(ctx, out, m, weight_sum, *refs):
         for x, ref in zip((out, m, weight_sum), refs, strict=True):
-            leader = mgpu.utils.memref_ptr(ref)
-            if not is_alone:
-                leader = mgpu.utils.get_cluster_ptr(leader, ptx.i32(0))
-            bits.store_rows(x, leader, num_rows)
+            start, place = mgpu.utils.memref_ptr(ref), None
+            if cluster > 1 and not in_memory:
+                if job.query_len == 1:
+                    start = mgpu.utils.get_cluster_ptr(start, ptx.i32(0))
+                else:
+                    place = functools.partial(place_of_token, start)
+            bits.store_rows(x, start, num_rows, place)
 
     emit(out, m, weight_sum, part_ref.at[split], scales_ref.at[split, 0], scales_ref.at[split, 1])

@@ -105,14 +105,8 @@ class Turn:
 
             return
         first_key = (self.run.first_block + j) * bits.BLOCK
-        here = jnp.maximum(self.run.first_new, first_key)
-
-        def one_token(position, _):
-            token = position - self.run.first_new
-            new_token.put(self._kept, half, page_smem, page_gmem, position - first_key, token)
-            return 0
-
-        lax.fori_loop(here, jnp.minimum(self.run.last + 1, first_key + bits.BLOCK), one_token, 0)
+        offset, stop = self.run.first_new - first_key, self.run.last + 1 - first_key
+        new_token.put(self._kept, half, page_smem, page_gmem, offset, stop)
         plgpu.commit_smem()
 
     def _scores_of(self, j, may_be_new, meanwhile=lambda: None):
@@ -204,13 +198,16 @@ class Turn:
         return self._add_values(stop, out, decay, operand, True), m, weight_sum
 
 
-def start_turn(work: DecodeWork, turn, base) -> Turn:
-    """Take a run, and its queries where they are rows; `prepare_new_token` makes others."""
+def start_turn(work: DecodeWork, turn, base, row_pos=None) -> Turn:
+    """Take a run, and its queries where they are rows; `prepare_new_token` makes others.
+
+    `row_pos` are the positions of a window's rows, if they were read before.
+    """
     job, memory, math = work.job, work.memory, work.job.math
     run = work.run_at(turn)
     if job.query_len == 1:
         row_pos = math.cast(jnp.full((bits.ROWS,), run.last), math.row_layout)
-    else:
+    elif row_pos is None:
         row_pos = math.load(memory.positions.at[run.seq])
     q_slot = page = offset = None
     if job.new_token is None:

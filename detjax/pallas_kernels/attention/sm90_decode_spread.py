@@ -446,8 +446,8 @@ class _Cta:
                 a_split = SENT_ROWS * (job.channels + 2) * 4
                 self.exchange.meet(2, 0, self.turns.num_splits * a_split)
             merge_splits(
-                job, self.sent.outs, self.sent.scales, self.out, self.place.here,
-                self.turns.last, 0, self.turns.num_splits, gates=self.arrays.gates,
+                job, (self.sent.outs, self.sent.scales), self.out, self.place.here,
+                self.turns.last, 0, self.turns.num_splits, row=0, gates=self.arrays.gates,
             )  # fmt: skip
 
 

@@ -5,9 +5,12 @@ The functions of `rope.sm90.qk_norm_rope_write`, hence its bits, without its lau
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -24,6 +27,9 @@ from detjax.pallas_kernels.rope import sm90 as rope
 from detjax.pallas_kernels.sm90_float8 import float8_values, rounded_pair
 from detjax.pallas_kernels.sm90_hardware import SPAN
 from detjax.pallas_kernels.sm90_prefetch import LINE
+
+ROWS_AT_ONCE = 32
+"""Heads that a warpgroup loads, normalises and rotates at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +58,24 @@ class NewToken:
     is_interpreted: bool
 
     @property
-    def tile(self) -> rows.Tile:
-        """How heads lie in registers: two or more, for Mosaic has no layout of the sum of one row.
+    def num_heads(self) -> int:
+        """Heads of a token that a CTA loads: its queries, a key and a value."""
+        return self.group + 2
 
-        The same for queries, key and value, so that they share the loads of cosines and sines.
-        """
+    @property
+    def num_rows(self) -> int:
+        """Heads of all tokens: the rows of `prepare`."""
+        return self.query_len * self.num_heads
+
+    @property
+    def tile(self) -> rows.Tile:
+        """How rows lie in registers: at least two, for Mosaic has no layout of the sum of one."""
         form = rope.row_form(self.channels)
+        at_once = 2
+        while at_once < min(self.num_rows, ROWS_AT_ONCE):
+            at_once *= 2
         return rows.tile_of_rows(
-            max(2, rows.most_rows(rows.LANES // form.lanes, self.group)),
-            lanes=form.lanes,
-            vec_len=form.vec_len,
-            is_interpreted=self.is_interpreted,
+            at_once, lanes=form.lanes, vec_len=form.vec_len, is_interpreted=self.is_interpreted
         )
 
     @property
@@ -70,14 +83,14 @@ class NewToken:
         """Shape of the shared memory that keeps the key and the value of each token."""
         return 2 * self.query_len, self.channels
 
-    def kept(self, kept_smem, half: int, token=0):
-        """The kept key (half 0) or value (half 1) of a token: [C]."""
-        return kept_smem.at[2 * token + half]
+    def kept(self, kept_smem, half: int):
+        """The kept key (half 0) or value (half 1) of a sequence's only token: [C]."""
+        return kept_smem.at[half]
 
     def prepare(self, new, seq, kv_head, q_smem, kept_smem) -> None:
         """Rotate queries into `q_smem`, for wgmma; keep keys and values in `kept_smem`.
 
-        All loads come first, so that the CTA waits for device memory once.
+        A tile's loads come first, so that the CTA waits for device memory once.
 
         Args:
             new: qkv [B T, J, C], cos and sin [B T, C / 2] or [B T, C] as `rope.Rotation` has
@@ -85,20 +98,24 @@ class NewToken:
             seq: Which sequence.
             kv_head: Which key/value head.
             q_smem: Gets the queries of each token, one token's G rows after another's.
-            kept_smem: Gets what `kept` reads.
+            kept_smem: Gets the key and the value of each token, one token's after another's.
         """
-        if self.query_len == 1:
-            self._prepare_one(new, seq, kv_head, 0, q_smem, kept_smem)
+        first = seq * self.query_len
+        at_once = self.tile.rows
+        num_tiles = pl.cdiv(self.num_rows, at_once)
+
+        def one_tile(index, _):
+            place = _Rows(new_token=self, token=first, kv_head=kv_head, row=index * at_once)
+            self._prepare_tile(new, place, q_smem, kept_smem)
+            return 0
+
+        if num_tiles == 1 or self.is_interpreted:
+            for index in range(num_tiles):
+                one_tile(index, 0)
         else:
-            first = seq * self.query_len
             self._ask_ahead(new, first, kv_head)
-
             # WHY: a loop, as each further copy of its code takes seconds to compile.
-            def one_token(token, _):
-                self._prepare_one(new, first + token, kv_head, token, q_smem, kept_smem)
-                return 0
-
-            lax.fori_loop(0, self.query_len, one_token, 0)
+            lax.fori_loop(0, num_tiles, one_tile, 0)
         plgpu.commit_smem()
 
     def _ask_ahead(self, new, first_token, kv_head) -> None:
@@ -120,121 +137,91 @@ class NewToken:
             for first in range(0, self.query_len * lines, rows.LANES):
                 _ask_lines(start, first, lines, self.query_len * lines, bytes_apart)
 
-    def _prepare_one(self, new, index, kv_head, token, q_smem, kept_smem) -> None:
-        """`prepare` of one token, the `index`-th of all."""
+    def _prepare_tile(self, new, place: "_Rows", q_smem, kept_smem) -> None:
+        """`prepare` of some rows: a row is a head of a token."""
         qkv, cos, sin, *gains = new
-        q_gain, k_gain = gains or (None, None)
-        tile = self.tile
-
-        def load(first, gain, are_queries=False):
-            return rope.load_heads(
-                qkv, pl.ds(first, tile.rows), index, cos, sin, gain, tile, are_queries=are_queries
-            )
-
-        # The last tile starts early instead of ending late: rows written twice, alike. A group of
-        # one reads the head after it too.
-        starts = [max(min(i, self.group - tile.rows), 0) for i in range(0, self.group, tile.rows)]
-        queries = [load(kv_head * self.group + i, q_gain, are_queries=True) for i in starts]
-        # Key and value are the last rows of their tiles: there are heads enough before them.
-        first_key = self.kv_heads * self.group + kv_head - (tile.rows - 1)
-        key, value = load(first_key, k_gain), load(first_key + self.kv_heads, None)
-        kept = [key.rotated(eps=self.eps), value.parts]
         halves = rope.halves_of(self.channels)
-        for start, heads in zip(starts, queries, strict=True):
-            for c, part in zip(halves, heads.rotated(eps=self.eps), strict=True):
-                self._store_queries(part, q_smem, token * self.group + start, c)
-        for half, parts in enumerate(kept):
-            for c, part in zip(halves, parts, strict=True):
-                self._keep(part, kept_smem, 2 * token + half, c)
-
-    def _store_queries(self, part, smem, first, columns) -> None:
-        """Write a tile of heads to rows from `first` of an operand of wgmma.
-
-        # WHY: of a group of one, not the head after it, whose row is the next token's: another warp
-        writes that, and nothing orders the two.
-        """
-        count = min(self.tile.rows, self.group)
-        if self.is_interpreted:
-            smem[pl.ds(first, count), columns] = part[:count]
-            return
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.tile.whole.layout, plgpu.RefType(bits.swizzled(SPAN)), ptx.SCALAR)
+        heads = rope.LoadedHeads(
+            parts=[place.heads(qkv, c) for c in halves],
+            cos=place.angles(cos),
+            sin=place.angles(sin),
+            gains=[place.gains(*gains, c) for c in halves] if gains else [],
+            tile=self.tile,
         )
-        def emit(ctx, x, ref, first):
-            first = _as_index(first)
-            for row, col, register in _elements(x):
-                is_head = ptx.below(row, _index(count)) if count < self.tile.rows else None
-                row = arith.addi(row, first)
-                col = arith.addi(col, _index(columns.start))
-                with contextlib.nullcontext() if is_head is None else mgpu.when(is_head):
-                    llvm.store(register, _swizzled_pointer(ref, row, col))
+        for c, whole, turned in zip(halves, heads.parts, heads.rotated(eps=self.eps), strict=True):
+            place.store(whole, turned, q_smem, kept_smem, c)
 
-        emit(part, smem, jnp.int32(first))
-
-    def _keep(self, part, smem, row, columns) -> None:
-        """Write the last head of a tile to a row that `kept` reads.
-
-        # WHY: not the whole tile, as pages and queries take all but 3 KiB of shared memory.
-        """
-        last = self.tile.rows - 1
-        if self.is_interpreted:
-            kept = part[last]
-            smem[row, columns] = widened(narrowed(kept), kept.dtype) if self.is_float8 else kept
-            return
-
-        @plgpu.inline_mgpu(arg_types=(self.tile.whole.layout, plgpu.RefType()))
-        def emit(ctx, x, ref):
-            for head, col, register in _elements(x):
-                is_last = ptx.equals(head, _index(last))
-                with mgpu.when(is_last):
-                    col = arith.addi(col, _index(columns.start))
-                    if self.is_float8:
-                        register = _rounded(register)
-                    llvm.store(register, _at(ref, col))
-
-        emit(part, smem.at[row])
-
-    def put(self, kept_smem, half: int, page_smem, page_gmem, offset, token=0) -> None:
-        """Write the kept key or value to row `offset` of its page, here and in the cache.
+    def put(self, kept_smem, half: int, page_smem, page_gmem, offset, stop=None) -> None:
+        """Write kept keys or values to their rows of a page, here and in the cache.
 
         `plgpu.commit_smem` is left to the caller, who may put several.
 
         Args:
             kept_smem: What `prepare` kept.
-            half: 0 for the key, 1 for the value.
+            half: 0 for the keys, 1 for the values.
             page_smem: The page, loaded already: an operand of wgmma.
             page_gmem: The page in the cache, for later launches.
-            offset: Which row.
-            token: Which of the sequence's new tokens.
+            offset: Row of the first token; those of others follow. It may be negative.
+            stop: Of several tokens, the row behind the last. What is on other pages is left out.
 
         # WHY: the page has been loaded before the row is written, so that the CTA neither waits
         for its own write nor races with it: TMA reads through another proxy.
         """
-        kept, row = self.kept(kept_smem, half, token), page_gmem.at[offset]
+        count = self.query_len * self.channels
         if self.is_interpreted:
-            page_smem[offset] = kept[...]
-            self.put_row(kept, row)
+            self._put_interpreted(kept_smem, half, page_smem, page_gmem, offset, stop)
             return
 
         @plgpu.inline_mgpu(
             arg_types=(
                 plgpu.RefType(), plgpu.RefType(bits.swizzled(SPAN)), plgpu.RefType(),
-                ptx.SCALAR,
+                ptx.SCALAR, ptx.SCALAR,
             )
         )  # fmt: skip
-        def emit(ctx, source, page, row, offset):
+        def emit(ctx, kept, page, page_gmem, offset, stop):
             # A channel a thread; threads that are left over write the same again.
             thread = arith.index_cast(ir.IndexType.get(), mgpu.thread_idx())
-            offset = _as_index(offset)
-            for first in range(0, self.channels, rows.LANES):
-                channel = thread if not first else arith.addi(thread, _index(first))
-                channel = arith.remui(channel, _index(self.channels))
-                value = memref.load(source, [channel])
-                llvm.store(value, _swizzled_pointer(page, offset, channel))
-                self._store(value, row, channel)
+            offset, stop = _as_index(offset), _as_index(stop)
+            found = []
+            for first in range(0, count, rows.LANES):
+                place = arith.addi(thread, _index(first)) if first else thread
+                place = arith.remui(place, _index(count))
+                token = arith.divui(place, _index(self.channels))
+                channel = arith.remui(place, _index(self.channels))
+                row = arith.addi(arith.muli(token, _index(2)), _index(half))
+                found.append((token, channel, memref.load(kept, [row, channel])))
+            for token, channel, value in found:
+                row = arith.addi(offset, token)
+                is_here = None
+                if self.query_len > 1:
+                    is_new = arith.cmpi(arith.CmpIPredicate.slt, row, stop)
+                    is_here = arith.andi(is_new, ptx.below(row, _index(bits.BLOCK)))
+                with contextlib.nullcontext() if is_here is None else mgpu.when(is_here):
+                    llvm.store(value, _swizzled_pointer(page, row, channel))
+                    in_page = arith.addi(arith.muli(row, _index(self.channels)), channel)
+                    self._store(value, page_gmem, in_page)
 
-        emit(kept, page_smem, row, offset)
+        emit(
+            kept_smem,
+            page_smem,
+            page_gmem,
+            jnp.int32(offset),
+            jnp.int32(0 if stop is None else stop),
+        )
+
+    def _put_interpreted(self, kept_smem, half, page_smem, page_gmem, offset, stop) -> None:
+        """`put` by plain indexing, token by token."""
+        for token in range(self.query_len):
+            kept, row = kept_smem.at[2 * token + half], offset + token
+
+            def put(kept=kept, row=row):
+                page_smem[row] = kept[...]
+                self.put_row(kept, page_gmem.at[row])
+
+            if self.query_len == 1:
+                put()
+            else:
+                pl.when((row >= 0) & (row < bits.BLOCK) & (row < stop))(put)
 
     def put_row(self, kept, row) -> None:
         """Put the kept key or value, or a share of its channels, in its row of the cache."""
@@ -255,6 +242,178 @@ class NewToken:
         if self.is_float8:  # exact, as it has been rounded
             value = arith.trunci(ptx.int_type(8), _float8_bits(value))
         llvm.store(value, _at(row, channel))
+
+
+class _Row(NamedTuple):
+    """Which head of which token a thread's row is; MLIR."""
+
+    token: Any  # among all
+    here: Any  # among the sequence's
+    head: Any  # among the token's: queries, key, value
+    is_query: Any
+    is_value: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """A tile of the rows of `NewToken.prepare`: heads of a token, then those of the next.
+
+    Each thread computes where its rows lie. Rows behind the last load it again and store nothing.
+
+    Attributes:
+        new_token: What they are of.
+        token: The sequence's first token, among all.
+        kv_head: Which key/value head.
+        row: The tile's first row.
+    """
+
+    new_token: NewToken
+    token: Any
+    kv_head: Any
+    row: Any
+
+    def heads(self, qkv, columns):
+        """Queries, keys and values."""
+        new, per_token = self.new_token, qkv.shape[1]
+        num_heads = new.kv_heads * new.group
+
+        def plain(token, head):
+            first = self.kv_head * new.group, num_heads + self.kv_head
+            behind = head - new.group
+            head = first[0] + head if behind < 0 else first[1] + behind * new.kv_heads
+            return qkv[self.token + token, head, columns]
+
+        def where(refs, row: _Row, kv_head):
+            query = arith.addi(arith.muli(kv_head, _index(new.group)), row.head)
+            key = arith.addi(kv_head, _index(num_heads))
+            value = arith.addi(key, _index(new.kv_heads))
+            head = arith.select(row.is_query, query, arith.select(row.is_value, value, key))
+            head = arith.addi(arith.muli(row.token, _index(per_token)), head)
+            return refs[0], arith.muli(head, _index(new.channels))
+
+        return self._load([qkv], columns, where, plain)
+
+    def angles(self, table):
+        """Cosines or sines; where a token has two kinds, those of queries are the second."""
+        new, width = self.new_token, table.shape[1]
+        half = new.channels // 2
+        of_queries = width - half
+
+        def plain(token, head):
+            start = of_queries if head < new.group else 0
+            return table[self.token + token, pl.ds(start, half)]
+
+        def where(refs, row: _Row, kv_head):
+            start = arith.muli(row.token, _index(width))
+            first = arith.select(row.is_query, _index(of_queries), _index(0))
+            return refs[0], arith.addi(start, first)
+
+        return self._load([table], pl.ds(0, half), where, plain)
+
+    def gains(self, of_queries, of_keys, columns):
+        """Gains of the norms; a value, which is not normalised, has those of a key."""
+
+        def plain(token, head):
+            return (of_queries if head < self.new_token.group else of_keys)[columns]
+
+        def where(refs, row: _Row, kv_head):
+            queries, keys = (mgpu.utils.memref_ptr(ref) for ref in refs)
+            return arith.select(row.is_query, queries, keys), _index(0)
+
+        return self._load([of_queries, of_keys], columns, where, plain)
+
+    def _load(self, refs: list, columns, where: Callable, plain: Callable):
+        """Columns of all rows: [rows, columns].
+
+        Args:
+            refs: Device memory, whose last axis is columns.
+            columns: Which.
+            where: `where(refs, row, kv_head)` says in which memory, and how many elements behind
+                its beginning, a row's columns begin; MLIR.
+            plain: `plain(token, head)` reads a row of the sequence's tokens, if interpreted.
+        """
+        new, tile = self.new_token, self.new_token.tile
+        shape, dtype = (tile.rows, columns.size), refs[0].dtype
+        if new.is_interpreted:
+            last = new.num_rows - 1
+            found = [min(self.row + i, last) for i in range(tile.rows)]
+            return jnp.stack([plain(*divmod(row, new.num_heads)) for row in found])
+        layout = tile.whole.layout
+
+        @plgpu.inline_mgpu(
+            arg_types=(*[plgpu.RefType()] * len(refs), *[ptx.SCALAR] * 3),
+            return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
+        )
+        def emit(ctx, *args):
+            refs, (token, kv_head, first) = args[:-3], map(_as_index, args[-3:])
+            kind = ir.MemRefType(refs[0].type).element_type
+            into = layout.to_mgpu()
+            vectors = ir.VectorType.get((into.vector_length,), kind)
+            registers = []
+            for row, col in into.thread_idxs(shape):
+                memory, start = where(refs, self._row_at(token, first, row), kv_head)
+                if isinstance(memory.type, ir.MemRefType):
+                    memory = mgpu.utils.memref_ptr(memory)
+                offset = arith.addi(start, arith.addi(col, _index(columns.start)))
+                registers.append(llvm.load(vectors, _element_at(memory, offset, kind)))
+            held = np.array(registers, dtype=object).reshape(into.registers_shape(shape))
+            return mgpu.FragmentedArray(_registers=held, _layout=into, _is_signed=None)
+
+        return emit(*refs, *(jnp.int32(i) for i in (self.token, self.kv_head, self.row)))
+
+    def _row_at(self, token, first, row) -> _Row:
+        """The `row`-th row from `first`, or the last of all if that is behind it; MLIR."""
+        new = self.new_token
+        row = arith.minui(arith.addi(first, row), _index(new.num_rows - 1))
+        here, head = (op(row, _index(new.num_heads)) for op in (arith.divui, arith.remui))
+        return _Row(
+            token=arith.addi(token, here), here=here, head=head,
+            is_query=ptx.below(head, _index(new.group)),
+            is_value=ptx.equals(head, _index(new.group + 1)),
+        )  # fmt: skip
+
+    def store(self, whole, turned, q_smem, kept_smem, columns) -> None:
+        """Write columns of rotated queries and keys, and of values as they are."""
+        new, layout = self.new_token, self.new_token.tile.whole.layout
+        if new.is_interpreted:
+            for i in range(min(new.tile.rows, new.num_rows - self.row)):
+                token, head = divmod(self.row + i, new.num_heads)
+                if head < new.group:
+                    q_smem[token * new.group + head, columns] = turned[i]
+                    continue
+                half = head - new.group
+                kept = (turned, whole)[half][i]
+                kept = widened(narrowed(kept), kept.dtype) if new.is_float8 else kept
+                kept_smem[2 * token + half, columns] = kept
+            return
+
+        @plgpu.inline_mgpu(
+            arg_types=(
+                layout, layout, plgpu.RefType(bits.swizzled(SPAN)), plgpu.RefType(), ptx.SCALAR,
+            )
+        )  # fmt: skip
+        def emit(ctx, whole, turned, q, kept, first):
+            first = _as_index(first)
+            for (row, col, as_loaded), (_, _, register) in zip(
+                _elements(whole), _elements(turned), strict=True
+            ):
+                col = arith.addi(col, _index(columns.start))
+                is_row = ptx.below(arith.addi(first, row), _index(new.num_rows))
+                at = self._row_at(_index(0), first, row)
+                with mgpu.when(arith.andi(is_row, at.is_query)):
+                    query = arith.addi(arith.muli(at.here, _index(new.group)), at.head)
+                    llvm.store(register, _swizzled_pointer(q, query, col))
+                is_kept = arith.andi(is_row, arith.xori(at.is_query, mgpu.c(True, ptx.int_type(1))))
+                with mgpu.when(is_kept):
+                    register = arith.select(at.is_value, as_loaded, register)
+                    if new.is_float8:
+                        register = _rounded(register)
+                    half = arith.subi(at.head, _index(new.group))
+                    kept_row = arith.addi(arith.muli(at.here, _index(2)), half)
+                    offset = arith.addi(arith.muli(kept_row, _index(new.channels)), col)
+                    llvm.store(register, _at(kept, offset))
+
+        emit(whole, turned, q_smem, kept_smem, jnp.int32(self.row))
 
 
 def _elements(x):
@@ -334,3 +493,9 @@ def _at(ref, offset):
     offset = arith.index_cast(ptx.int_type(), offset)
     element = ir.MemRefType(ref.type).element_type
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], element)
+
+
+def _element_at(start, offset, kind):
+    """A pointer to an element behind a pointer."""
+    offset = arith.index_cast(ptx.int_type(), offset)
+    return mgpu.utils.getelementptr(start, [offset], kind)
