@@ -45,6 +45,7 @@ from detjax.models.heads.head import AnyDraftModel
 from detjax.models.hub import find_model
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
+from detjax.models.weights.files import check_files
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_drafts, load_on_devices
@@ -53,7 +54,7 @@ from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
 from detjax.sizing import choose_sizes
 
-Prompt = str | Sequence[int] | np.ndarray
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
 """A text, or token ids."""
 Message = Mapping[str, Any]
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -176,7 +177,7 @@ class LLM:
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)
-        folder = find_model(model, revision=revision)
+        folder = _folder_of(model, revision)
         sampling = _sampling_of(folder, generation_config)
         tokenizer = _tokenizer_of(folder, chat_template)
         self._show_progress, self._num_processes = show_progress, num_processes
@@ -443,7 +444,8 @@ class LLM:
     ) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it is one, and its token ids."""
         if not isinstance(prompt, str):
-            return None, prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+            is_array = isinstance(prompt, np.ndarray | jax.Array)
+            return None, np.asarray(prompt).tolist() if is_array else prompt
         if not add_special_tokens:
             return prompt, self.tokenizer.encode_raw(prompt)
         if not has_control and (found := self.tokenizer.control_in(prompt)):
@@ -604,6 +606,13 @@ def _check_choices(
         raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
 
 
+def _folder_of(model: str | Path, revision: str | None) -> Path:
+    """The folder of a model; one without weights is called that before its tokenizer is read."""
+    folder = find_model(model, revision=revision)
+    check_files(folder)
+    return folder
+
+
 def _tokenizer_of(folder: Path, chat_template: str | Path | None) -> Tokenizer:
     """The tokenizer of a folder, with a template of its own if one is given."""
     tokenizer = Tokenizer.from_folder(folder)
@@ -676,6 +685,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is {prompts!r:.80}; give a text, token ids, or a list of these")
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
     found: list[Any] = list(prompts)
     is_ids = bool(found) and isinstance(found[0], numbers.Integral)
     return [prompts if isinstance(prompts, np.ndarray) else found] if is_ids else found

@@ -26,6 +26,7 @@ from detjax.cli.command_line import (
     CommandParser,
     check_counts,
     check_model_option,
+    check_replicas,
     check_share,
     description_of,
 )
@@ -51,7 +52,9 @@ from detjax.server.options import (
     LOG_LEVELS,
     access_filter,
     engine_options,
+    is_origin,
     texts_of_option,
+    web_options,
 )
 
 EXAMPLES = f"""\
@@ -304,6 +307,10 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+_BACKLOG = 2048
+"""Connections that wait to be accepted, as uvicorn has it."""
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Take the address.
 
@@ -315,6 +322,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        # WHY: at once. Two servers that have only bound an address both have it.
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(
@@ -337,6 +346,10 @@ def check_files(args: argparse.Namespace) -> None:
         if (path := getattr(args, name)) is not None and not Path(path).is_file():
             raise FileNotFoundError(f"--{name.replace('_', '-')} {path} is no file")
     if args.ssl_certfile is not None:
+        if args.ssl_keyfile is None and b"PRIVATE KEY" not in Path(args.ssl_certfile).read_bytes():
+            raise ValueError(
+                f"--ssl-certfile {args.ssl_certfile} has no private key; give --ssl-keyfile too"
+            )
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                 args.ssl_certfile, args.ssl_keyfile
@@ -385,10 +398,7 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         InputError: Naming the option and what to give.
     """
-    if key := os.environ.get("DETJAX_API_KEY"):
-        args.api_key.append(key)
-    if any(not key.strip() for key in args.api_key):
-        raise InputError("--api-key is empty; leave it out to serve without one")
+    _add_keys(args.api_key, "--api-key", "DETJAX_API_KEY", without="to serve without one")
     _check_admin_options(args)
     if args.warm and (args.no_compile or args.cache_dir == NO_CACHE or args.coordinator):
         raise InputError(
@@ -411,6 +421,7 @@ def check_engine_options(args: argparse.Namespace) -> None:
     of_model = options.KV_CACHE_DTYPE, options.DTYPE, options.ENABLE_LORA
     with bad_input(rephrase=partial(in_flags, options=(*ENGINE_OPTIONS, *of_model))):
         EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
+        check_replicas(args.batch_size, None, args.dp)
         has_adapters = args.enable_lora or bool(args.lora_modules)
         check_adapter_mode(args.mode, has_adapters=has_adapters)
         check_cache_dtype(kv_cache_dtype_of(args.kv_cache_dtype), args.dtype)
@@ -421,11 +432,30 @@ def _check_not_empty(args: argparse.Namespace, name: str) -> None:
         raise InputError(f"{flag_like(name)} is empty; leave it out for its default")
 
 
+def _add_keys(keys: list[str], flag: str, variable: str, *, without: str) -> None:
+    """Add the key of an environment variable, and refuse keys that no request can have.
+
+    WHY: a variable that is there and empty is a secret that was not found.
+    """
+    named = [(flag, key) for key in keys]
+    if (of_process := os.environ.get(variable)) is not None:
+        named.append((variable, of_process))
+        keys.append(of_process)
+    for name, key in named:
+        if not key.strip():
+            raise InputError(f"{name} is empty; leave it out {without}")
+        if not key.isascii() or not key.isprintable() or key != key.strip():
+            raise InputError(
+                f"{name} has a letter outside ASCII, a control character or a space at an end, "
+                "which clients send in different ways; give another key"
+            )
+
+
 def _check_admin_options(args: argparse.Namespace) -> None:
-    if key := os.environ.get("DETJAX_ADMIN_API_KEY"):
-        args.admin_api_key.append(key)
-    if any(not key.strip() for key in args.admin_api_key):
-        raise InputError("--admin-api-key is empty; leave it out to have no administrator's routes")
+    _add_keys(
+        args.admin_api_key, "--admin-api-key", "DETJAX_ADMIN_API_KEY",
+        without="to have no administrator's routes",
+    )  # fmt: skip
     if set(args.admin_api_key) & set(args.api_key):
         raise InputError("--admin-api-key is an --api-key as well; give each a key of its own")
     if args.weights_dir and not args.admin_api_key:
@@ -443,19 +473,29 @@ def _check_web_options(args: argparse.Namespace) -> None:
             "--api-key too"
         )
     if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs or args.ssl_cert_reqs):
-        raise InputError("--ssl-keyfile and --ssl-ca-certs are of HTTPS; give --ssl-certfile too")
+        names = ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
+        given = next(flag_like(name) for name in names if getattr(args, name))
+        raise InputError(f"{given} is of HTTPS; give --ssl-certfile too")
     if args.ssl_cert_reqs and args.ssl_ca_certs is None:
         raise InputError(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs")
+    for origin in web_options(args).origins:
+        if origin != "*" and not is_origin(origin):
+            raise InputError(
+                f"--allowed-origins {origin!r} is no origin, such as https://pages.example or "
+                "http://localhost:8080, without a path; * allows all"
+            )
+    if args.metrics_without_key and not args.api_key:
+        raise InputError("--metrics-without-key needs --api-key; without one nobody needs a key")
     if not args.allowed_origins and (
         args.allowed_methods or args.allowed_headers or args.allow_credentials
     ):
         raise InputError("--allowed-methods and the like need --allowed-origins")
     for option in (_MAX_BODY_MB, _DRAIN_TIMEOUT):
         if not 0 < (value := getattr(args, option.name)) < 1e6:
-            raise InputError(f"{option.flag} {value} must be above 0")
+            raise InputError(f"{option.flag} {value} must be above 0 and below 1,000,000")
     for option in (_REQUESTS_PER_KEY, _REQUEST_TIMEOUT):
         if not 0 <= (value := getattr(args, option.name)) < 1e9:
-            raise InputError(f"{option.flag} {value} must be at least 0")
+            raise InputError(f"{option.flag} {value} must be at least 0 and below 10^9")
 
 
 if __name__ == "__main__":

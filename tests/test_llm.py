@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -666,6 +667,34 @@ def test_the_bundled_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_
     monkeypatch.chdir(tmp_path)
     Path("novels-6m").mkdir()
     assert hub.find_model("novels-6m") == Path("novels-6m")
+
+
+def test_a_folder_without_a_model_is_called_that(tmp_path):
+    """Not a folder with another kind of tokenizer."""
+    with pytest.raises(FileNotFoundError, match="has neither model.safetensors nor"):
+        detjax.LLM(tmp_path)
+
+
+def test_token_ids_may_be_arrays(toy):
+    ids = [0, 5, 6]
+    few = detjax.SamplingParams(max_tokens=2, temperature=0)
+    expected = [one.prompt_token_ids for one in toy.generate([ids, ids], few)]
+    for prompts in (
+        [np.array(ids)] * 2,
+        [jnp.array(ids)] * 2,
+        np.array([ids] * 2),
+        jnp.array([ids] * 2),
+    ):
+        assert [one.prompt_token_ids for one in toy.generate(prompts, few)] == expected
+    [alone] = toy.generate(jnp.array(ids), few)
+    assert alone.prompt_token_ids == expected[0]
+
+
+def test_the_reason_of_an_end_is_a_text(toy):
+    """As vLLM has it: it compares with a text, and JSON takes it."""
+    [found] = toy.generate(["a"], detjax.SamplingParams(max_tokens=2, ignore_eos=True))
+    reason = found.outputs[0].finish_reason
+    assert reason == "length" and f"{reason}" == "length" and json.dumps(reason) == '"length"'
 
 
 def test_the_command_refuses_a_share_of_a_gpu_that_is_not_there(folder, capsys):

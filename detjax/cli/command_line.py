@@ -72,6 +72,11 @@ class CommandParser(argparse.ArgumentParser):
                 hint = f"; a prompt is an option: {PROMPT.flag} {rest!r}"
             elif self._stands_for_vllm and "/" in first:
                 hint = f"; a model is an option: {MODEL.flag} {first!r}"
+            elif self._stands_for_vllm:
+                hint = (
+                    f"; it belongs to no option: a model is {MODEL.flag} NAME, and "
+                    "--served-model-name takes one name"
+                )
         message = message.removeprefix("argument ")
         if self._stands_for_vllm:
             hint = hint_of_value(message) or hint
@@ -113,14 +118,24 @@ class CommandParser(argparse.ArgumentParser):
             for flag in (*action.option_strings, flag_like(action.dest))
             if action.option_strings and action.dest not in ("help", "version", CONFIG.name)
         }
+        names: dict[argparse.Action, str] = {}
         for name, value in _read_toml(path).items():
             action = known.get(flag_like(name))
+            if action is None and flag_like(name) in self._option_string_actions:
+                raise InputError(
+                    f"{CONFIG.flag} {path} has {name!r}, which is given on the command line alone"
+                )
             if action is None:
                 near = self._nearest(name)
                 hint = f"did you mean {near.lstrip('-')}? " if near else ""
                 raise InputError(
                     f"{CONFIG.flag} {path} has {name!r}, which is no option of {self.prog}; "
                     f"{hint}--help lists them"
+                )
+            if (other := names.setdefault(action, name)) != name:
+                raise InputError(
+                    f"{CONFIG.flag} {path} has {other!r} and {name!r}, which are one option; leave "
+                    "one out"
                 )
             if not any(_gives(argument, action) for argument in given):
                 yield from _as_arguments(action, value, f"{CONFIG.flag} {path}: {name}")
@@ -200,6 +215,21 @@ def check_share(share: float | None) -> None:
         raise InputError(f"{flag} {share:g} must be above 0 and at most 1, such as 0.9")
 
 
+def check_replicas(batch_size: int | None, num_pages: int | None, dp: int) -> None:
+    """Refuse rows and pages that replicas cannot share evenly.
+
+    Raises:
+        InputError: If so.
+    """
+    if batch_size is not None and batch_size % dp:
+        raise InputError(
+            f"--batch-size {batch_size} must be a multiple of --dp {dp}, so that each replica has "
+            "as many rows"
+        )
+    if num_pages is not None and (num_pages < 0 or num_pages % dp):
+        raise InputError(f"--cache-pages {num_pages} must be a multiple of --dp {dp}, or 0")
+
+
 def check_counts(args: argparse.Namespace, options: Sequence[Option]) -> None:
     """Refuse a count below 1.
 
@@ -254,7 +284,8 @@ def _as_arguments(action: argparse.Action, value: Any, where: str) -> list[str]:
         raise InputError(f"{where} = {value!r} must be one value, not a list")
     for one in values:
         if isinstance(one, bool) or not isinstance(one, str | int | float):
-            raise InputError(f"{where} = {value!r} must be text or a number")
+            hint = "; write JSON as text, '{...}'" if isinstance(one, dict) else ""
+            raise InputError(f"{where} = {value!r} must be text or a number{hint}")
     if action.nargs is not None:
         return [flags[0], *map(str, values)]
     return [f"{flags[0]}={one}" for one in values]

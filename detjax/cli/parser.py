@@ -13,7 +13,7 @@ from detjax.cli.arguments import (
     engine_options,
     sampling_params,
 )
-from detjax.cli.command_line import CommandParser, check_file, check_share
+from detjax.cli.command_line import CommandParser, check_file, check_replicas, check_share
 from detjax.cli.errors import EXIT_CODES, InputError, bad_input, check_unicode
 from detjax.cli.options import NO_CACHE, add_options
 from detjax.cli.receipts import check_can_sign
@@ -141,15 +141,7 @@ def _check_engine(args: GenerateArgs) -> None:
             f"--cast-weights {args.cast_weights} does not go with --dtype {args.dtype}, which "
             "holds every checkpoint exactly; leave one out"
         )
-    if args.batch_size is not None and args.batch_size % args.dp:
-        raise InputError(
-            f"--batch-size {args.batch_size} must be a multiple of --dp {args.dp}, so that each "
-            "replica has as many rows"
-        )
-    if args.num_pages < 0 or args.num_pages % args.dp:
-        raise InputError(
-            f"--cache-pages {args.num_pages} must be a multiple of --dp {args.dp}, or 0"
-        )
+    check_replicas(args.batch_size, args.num_pages, args.dp)
     with bad_input(rephrase=as_flags):
         has_adapters = args.enable_lora or bool(args.lora_modules)
         check_adapter_mode(args.mode, has_adapters=has_adapters)

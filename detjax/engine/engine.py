@@ -31,6 +31,7 @@ from detjax.engine.errors import (
     EngineResetError,
     EngineStoppedError,
     RowError,
+    StructuredOutputError,
 )
 from detjax.engine.heap import frozen_heap
 from detjax.engine.metrics import EngineStats
@@ -534,7 +535,9 @@ class Engine:
             self._recover()
             states.is_interrupted = True
             if states.is_live(error.seq):
-                raised = RowError(f"it raised {error.__cause__!r}")
+                raised = error.__cause__
+                if not isinstance(raised, StructuredOutputError):
+                    raised = RowError(f"it raised {raised!r}")
                 self._output_processor.finish(error.seq, FinishReason.ERROR, raised)
         except Exception as error:
             self._stopped_by = f"{type(error).__name__}: {error}"

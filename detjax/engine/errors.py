@@ -44,6 +44,10 @@ class NoTokenError(ValueError):
     """Masks of the request forbid every token that could follow."""
 
 
+class StructuredOutputError(NoTokenError):
+    """The form that the request asks for cannot go on, or a limit of its reader is passed."""
+
+
 class OutOfPagesError(RuntimeError):
     """The whole cache is too small for the sequence."""
 

@@ -28,7 +28,7 @@ from detjax.server.control import Control
 from detjax.server.errors import RefusedError
 from detjax.server.information import PAGE_FILES, PAGE_POLICY, Information, ResetCacheRequest
 from detjax.server.openapi import Operation, document, page
-from detjax.server.options import WebOptions
+from detjax.server.options import WebOptions, is_local_name
 from detjax.server.protocol import CompletionRequest
 from detjax.server.request_reader import RequestReader
 from detjax.server.response_events import ResponseWriter, answer_format_of
@@ -210,6 +210,7 @@ class _Gate:
     open_paths: frozenset[str]
     admin_paths: frozenset[str]
     origins: tuple[str, ...]
+    is_local: bool
 
     @classmethod
     def of(cls, options: WebOptions, admin_paths: Set[str]) -> "_Gate":
@@ -220,6 +221,7 @@ class _Gate:
             open_paths=OPEN_PATHS | ({"/metrics"} if options.has_open_metrics else set[str]()),
             admin_paths=frozenset(admin_paths),
             origins=options.origins,
+            is_local=options.is_local,
         )
 
 
@@ -282,12 +284,16 @@ def _check_origin(request: Request, gate: _Gate) -> None:
     """Refuse pages of strangers that post where nobody needs a key.
 
     WHY: a browser sends such a request before it asks whether it may, and only keeps the answer
-    from the page. The engine's time would be spent, and its cache could be emptied.
+    from the page. The engine's time would be spent, and its cache could be emptied. A stranger's
+    name may also stand for this machine's own address (DNS rebinding), so a server that only this
+    machine reaches has pages of local names alone.
     """
     origin = request.headers.get("origin")
     if gate.keys or request.method != "POST" or origin is None:
         return
-    is_own = urlsplit(origin).netloc == request.headers.get("host")
+    page = urlsplit(origin)
+    is_own = page.netloc == request.headers.get("host")
+    is_own = is_own and (is_local_name(page.hostname) or not gate.is_local)
     if not is_own and not {"*", origin} & set(gate.origins):
         raise RefusedError(
             f"pages of {origin[:80]!r} may not ask this server; start it with --allowed-origins, "

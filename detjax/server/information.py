@@ -106,7 +106,10 @@ class Information:
             "system_fingerprint": model.fingerprint,
             "weight_version": model.weight_version,
         }
-        return reply(known | dataclasses.asdict(model.identity))
+        identity = dataclasses.asdict(model.identity)
+        # WHY: this route needs no key, and the model's own name may be a folder of this machine.
+        identity["model"] |= {"name": model.name}
+        return reply(known | identity)
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus' text format."""

@@ -2,11 +2,13 @@
 """What the options of the server say to others. No JAX."""
 
 import argparse
+import ipaddress
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,6 +34,7 @@ class WebOptions:
         methods: That these may ask with.
         headers: That these may send.
         has_credentials: They may send cookies and the like.
+        is_local: Only programs of this machine reach the server.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -42,6 +45,7 @@ class WebOptions:
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
     has_credentials: bool = False
+    is_local: bool = False
 
 
 def web_options(args: argparse.Namespace) -> WebOptions:
@@ -60,7 +64,29 @@ def web_options(args: argparse.Namespace) -> WebOptions:
         methods=texts("methods", ("*",)),
         headers=texts("headers", ("*",)),
         has_credentials=args.allow_credentials,
+        is_local=is_local_name(args.host),
     )
+
+
+def is_local_name(host: str | None) -> bool:
+    """Whether a name or an address, without a port, is of this machine alone."""
+    name = (host or "").lower().rstrip(".")
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin, as browsers send it."""
+    if text == "null":
+        return True
+    try:
+        parts = urlsplit(text)
+        is_host = bool(parts.scheme and parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return is_host and text == f"{parts.scheme}://{parts.netloc.lower()}" and "@" not in text
 
 
 def texts_of_option(text: str) -> list[str]:

@@ -93,7 +93,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     Attributes:
         NEUTRAL: Fields that detjax cannot honour, each with the values that ask for nothing. Null
             always does.
-        model: The served name.
+        model: The served name; without it the model itself answers.
         user, metadata, safety_identifier, prompt_cache_key, session_id: For the caller's own
             records; they decide nothing.
         parallel_tool_calls: Whether several calls of tools are told; if not, the first alone is.
@@ -109,7 +109,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         "moderation": (),
     }
 
-    model: Name
+    model: Name | None = None
     user: str = ""
     metadata: dict[str, str] | None = None
     safety_identifier: str = ""

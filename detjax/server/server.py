@@ -210,7 +210,8 @@ async def serve(
             ssl_certfile=args.ssl_certfile, ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
         )  # fmt: skip
-        url = f"{'https' if args.ssl_certfile else 'http'}://{host}:{port}"
+        where = f"[{host}]" if ":" in host else host
+        url = f"{'https' if args.ssl_certfile else 'http'}://{where}:{port}"
         server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or running.done()):
@@ -234,8 +235,8 @@ async def serve(
         with frozen_heap():
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         LOG.info("draining: %d requests are open", service.num_open)
-        if not await service.drain(args.drain_timeout):
-            LOG.warning("%d requests did not end in time and are given up", service.num_open)
+        if num_given_up := await service.drain(args.drain_timeout):
+            LOG.warning("%d requests did not end in time and are given up", num_given_up)
         server.should_exit = True
         await running
         stopping.cancel()

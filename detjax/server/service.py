@@ -431,25 +431,26 @@ class Service:
         identity = await asyncio.to_thread(model.identify)
         self._model = dataclasses.replace(model, identity=identity, weight_version=version)
 
-    async def drain(self, most_s: float) -> bool:
-        """Take nothing new, and wait for what is open; whether all of it ended in time.
+    async def drain(self, most_s: float) -> int:
+        """Take nothing new, and wait for what is open; return how many did not end in time.
 
         What did not is told so: its client gets an error, and its pages are free.
         """
         if self.takes_requests:
             self.state = ServiceState.DRAINING
         has_ended = await self._is_idle_within(most_s)
+        num_given_up = self.num_open
         if self._texts is not None:
             self._texts.close()
         if has_ended:
-            return True
+            return 0
         error = RefusedError(
             "the server stops before the answer ended", status=503, code="draining"
         )
         for inbox in tuple(self._inboxes):
             inbox.put(0, error)
         await self._is_idle_within(1.0)
-        return False
+        return num_given_up
 
     async def _is_idle_within(self, most_s: float) -> bool:
         try:

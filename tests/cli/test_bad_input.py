@@ -186,7 +186,7 @@ def test_bad_input_is_one_line_on_stderr(command, capsys, argv, says):
             "; use the field logprobs_mode in place of --logprobs-mode, as each request chooses",
         ),
         (("org/model", "--max-len", "64"), "; a model is an option: --model 'org/model'"),
-        (("64", "--max-len", "64"), "unrecognized arguments: 64; see --help"),
+        (("64", "--max-len", "64"), "unrecognized arguments: 64; it belongs to no option"),
     ],
 )
 def test_a_server_says_what_to_write_in_place_of_options_of_vllm(capsys, argv, says):

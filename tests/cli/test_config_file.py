@@ -32,6 +32,18 @@ def test_options_of_a_file_are_those_of_the_command_line(write):
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_len = 5\nmax-model-len = 6", "'max_len' and 'max-model-len', which are one option"),
+        ("speculative-config = {method = 'ngram'}", "write JSON as text"),
+    ],
+)
+def test_a_file_that_says_what_no_command_line_could_is_refused(write, text, says):
+    with pytest.raises(InputError, match=says):
+        serve.make_parser().parse(["--config", write(text)])
+
+
+@pytest.mark.parametrize(
     "given", [["-p", "b"], ["-pb"], ["--prompt", "b"], ["--prompt=b"]], ids=" ".join
 )
 def test_the_command_line_wins(write, given):
@@ -53,8 +65,8 @@ def test_a_server_is_configured_by_a_file(write):
         ("max-token = 3", "has 'max-token', which is no option of python -m detjax.generate; did"),
         ("max-token = 3", "did you mean max-tokens?"),
         ("zzz = 3", "has 'zzz', which is no option"),
-        ('config = "x"', "has 'config', which is no option"),
-        ("help = true", "has 'help', which is no option"),
+        ('config = "x"', "has 'config', which is given on the command line alone"),
+        ("help = true", "has 'help', which is given on the command line alone"),
         ("chat = 1", "chat = 1 must be true or false"),
         ("max-tokens = true", "max-tokens = True must be text or a number"),
         ("max-tokens = [1, 2]", "max-tokens = [1, 2] must be one value, not a list"),

@@ -98,7 +98,7 @@ def test_a_bad_form_is_refused_by_name(grammars, kind, spec, says):
     [("regex", r"[^\s\S]"), ("grammar", "start: start"), ("json_schema", '{"$ref": "#"}')],
 )
 def test_a_form_that_no_text_has_is_told_so(grammars, kind, spec):
-    with pytest.raises(ValueError, match="its form cannot go on: no text has it"):
+    with pytest.raises(ValueError, match="its structured output cannot go on: no text has it"):
         grammars.guide(StructuredOutput(kind=kind, spec=spec)).banned([])
 
 

@@ -649,7 +649,7 @@ def test_a_server_that_stops_refuses_requests_that_wait():
         late = asyncio.create_task(post(app, "/v1/completions", [body()]))
         while not service.turns.num_held:
             await asyncio.sleep(0.001)
-        assert await service.drain(5.0)
+        assert await service.drain(5.0) == 0
         refused = await late
         assert refused.status == 503 and refused.json()["error"]["code"] == "draining"
 

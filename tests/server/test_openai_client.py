@@ -196,6 +196,14 @@ def test_masks_and_a_form_that_leave_no_token_are_the_clients_fault(running, cli
     assert refused.value.code == "no_token"
 
 
+def test_a_regex_that_its_reader_gives_up_is_the_clients_fault(client):
+    """No 5xx: clients ask again at one, and operators are called."""
+    fields = {"structured_outputs": {"regex": "(a+)+" * 50 + "$"}}
+    with pytest.raises(openai.BadRequestError, match="its structured output cannot go on: ") as it:
+        client.completions.create(model="small", prompt="sea", max_tokens=4, extra_body=fields)
+    assert it.value.code == "no_token"
+
+
 def test_a_choice_may_have_thousands_of_texts(client):
     texts = [f" {i:04}" for i in range(3_000)]
     answer = client.completions.create(

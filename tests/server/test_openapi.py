@@ -70,11 +70,7 @@ def test_the_fields_are_those_that_are_decoded(told, kind):
     schema = told["components"]["schemas"][kind.__name__]
     assert list(schema["properties"]) == list(kind.__struct_fields__)
     assert schema["additionalProperties"] is False
-    values = (
-        {"model": "m", "prompt": "x"}
-        if kind is CompletionRequest
-        else {"model": "m", "messages": []}
-    )
+    values = {"prompt": "x"} if kind is CompletionRequest else {"messages": []}
     assert sorted(values) == sorted(schema["required"])
     for name, field in schema["properties"].items():
         if name not in values:

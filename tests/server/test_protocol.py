@@ -88,11 +88,14 @@ def test_what_is_wrong_in_a_body_is_told_with_its_place_and_value(text, said):
 
 @pytest.mark.parametrize("kind", REQUIRED)
 def test_a_field_that_is_missing_is_named(kind):
-    for name in REQUIRED[kind]:
+    """A model's name is none: one model is served, with its adapters."""
+    for name in REQUIRED[kind].keys() - {"model"}:
         fields = {key: value for key, value in REQUIRED[kind].items() if key != name}
         with pytest.raises(RefusedError) as refused:
             parse(json.dumps(fields).encode(), kind)
         assert refused.value.field == name
+    fields = {key: value for key, value in REQUIRED[kind].items() if key != "model"}
+    assert parse(json.dumps(fields).encode(), kind).model is None
 
 
 @pytest.mark.parametrize("kind", REQUIRED)

@@ -19,7 +19,7 @@ from detjax.engine.metrics import (
     LOG_BOUNDS,
     Histogram,
 )
-from detjax.serve import check_files, check_options, make_parser
+from detjax.serve import check_files, check_options, listen, make_parser
 from detjax.server.options import WebOptions, access_filter, web_options
 from detjax.server.served_model import Limits
 from detjax.server.service import Service, _less_folders
@@ -166,6 +166,64 @@ def test_a_page_of_a_stranger_spends_no_time_of_a_server_without_a_key(small, or
         assert small.post("/reset_prefix_cache", headers=headers).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("name", "is_local", "status"),
+    [
+        ("evil.example", True, 403),
+        ("evil.example", False, 200),  # the name of a server that others reach
+        ("localhost", True, 200),
+        ("127.0.0.1", True, 200),
+        ("[::1]", True, 200),
+    ],
+)
+def test_a_strangers_name_for_this_machine_is_refused(name, is_local, status):
+    """DNS rebinding: the page's name stands for the address of a server that only this host has."""
+    options = WebOptions(is_local=is_local)
+    with served(small_service(), None, options=options) as running, running.client() as client:  # type: ignore[arg-type]
+        told = client.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 1},
+            headers={"Host": f"{name}:8000", "Origin": f"http://{name}:8000"},
+        )  # fmt: skip
+    assert told.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("127.0.0.1", True), ("::1", True), ("LOCALHOST", True), ("a.localhost", True),
+     ("0.0.0.0", False), ("::", False), ("10.1.2.3", False), ("localhost.example", False)],
+)  # fmt: skip
+def test_which_hosts_only_this_machine_reaches(host, is_local):
+    assert web_options(parsed("--host", host)).is_local == is_local
+
+
+@pytest.mark.parametrize("variable", ["DETJAX_API_KEY", "DETJAX_ADMIN_API_KEY"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("k\u00e9y", "outside ASCII"),
+        ("key\n", "space at an end"),
+    ],
+)
+def test_a_secret_that_was_not_found_opens_nothing(monkeypatch, variable, value, says):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=f"{variable} .*{says}"):
+        parsed()
+
+
+def test_one_server_alone_has_an_address():
+    """At once: before either has loaded a model."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"--port {port}: Address already in use"):
+            listen("127.0.0.1", port)
+
+
+def test_version_needs_no_key_and_names_no_folder(small):
+    assert small.get("/version").json()["model"]["name"] == "small"
+
+
 def test_origins_are_given_as_words_or_as_vllm_has_them():
     words = web_options(parsed("--allowed-origins", "https://a", "https://b"))
     as_json = web_options(parsed("--allowed-origins", '["https://a", "https://b"]'))
@@ -178,7 +236,15 @@ def test_origins_are_given_as_words_or_as_vllm_has_them():
     [
         (["--allow-credentials"], "need --allowed-origins"),
         (["--allowed-origins", "[1]"], "no list of texts"),
-        (["--ssl-keyfile", "k.pem"], "give --ssl-certfile too"),
+        (["--allowed-origins", "https://a/"], "'https://a/' is no origin"),
+        (["--allowed-origins", "not an origin"], "is no origin"),
+        (["--metrics-without-key"], "needs --api-key"),
+        (["--ssl-keyfile", "k.pem"], "--ssl-keyfile is of HTTPS; give --ssl-certfile too"),
+        (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs is of HTTPS; give --ssl-certfile too"),
+        (["--dp", "3", "--batch-size", "8"], "--batch-size 8 must be a multiple of --dp 3"),
+        (["--max-body-mb", "inf"], "below 1,000,000"),
+        (["novels-6m"], "novels-6m; it belongs to no option: a model is --model NAME"),
+        (["--served-model-name", "a", "b"], "--served-model-name takes one name"),
         (["--ssl-certfile", "c.pem", "--ssl-cert-reqs", "2"], "needs --ssl-ca-certs"),
         (["--log-level", "loud"], "invalid choice"),
         (["--speculative-config", "{"], "--speculative-config: { is no JSON object"),
@@ -194,6 +260,9 @@ def test_a_certificate_that_is_none_is_refused_before_the_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="--ssl-certfile .* is no file"):
         check_files(parsed("--ssl-certfile", str(tmp_path / "c.pem")))
     (tmp_path / "c.pem").write_text("x")
+    with pytest.raises(ValueError, match="has no private key; give --ssl-keyfile too"):
+        check_files(parsed("--ssl-certfile", str(tmp_path / "c.pem")))
+    (tmp_path / "c.pem").write_text("-----BEGIN PRIVATE KEY-----")
     with pytest.raises(ValueError, match="--ssl-certfile"):
         check_files(parsed("--ssl-certfile", str(tmp_path / "c.pem")))
 

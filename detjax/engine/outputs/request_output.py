@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-class FinishReason(enum.Enum):
-    """Why a completion ended."""
+class FinishReason(enum.StrEnum):
+    """Why a completion ended: the text that OpenAI's API has, where it has one."""
 
     STOP = "stop"  # an end-of-sequence or stop token, or a stop string
     LENGTH = "length"  # `max_tokens`, or the end of the model's context

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from detjax.engine.errors import StructuredOutputError
 from detjax.engine.requests.sampling_params import SamplingParams
 
 
@@ -44,7 +45,7 @@ class MatcherGuide:
         """Bits of the tokens that may not follow the completion so far: int32 [n].
 
         Raises:
-            ValueError: If the completion is not of the form, or a limit is passed.
+            StructuredOutputError: If the completion is not of the form, or a limit is passed.
         """
         new, self._num_seen = list(output_ids[self._num_seen :]), len(output_ids)
         allowed = np.zeros(0, np.int32)
@@ -54,7 +55,9 @@ class MatcherGuide:
             why, seen = self._matcher.get_error(), self._num_seen
             if why.startswith("NoExtension"):  # as llguidance calls it
                 why = f"no text goes on after these {seen} tokens" if seen else "no text has it"
-            raise ValueError(f"its form cannot go on: {why}")
+            raise StructuredOutputError(
+                f"its structured output cannot go on: {why.splitlines()[0]}"
+            )
         return ~allowed[: len(self._past)] | self._past
 
 
