@@ -53,7 +53,8 @@ A row of rows.jsonl has: rollout, seed, step, weight_version (updates of the sam
 far), reward (mean), entropy (nats per token), kl, max_difference (largest, of log-probabilities),
 num_different and num_tokens, gradient_norm, rollout_s and train_s (seconds), and the fingerprint of
 the numerics. runs.json has the final table, one object per run. A resumed run appends to the files
-of its --output.
+of its --output. A new run writes over nothing: an --output with rows of another run is refused, and
+so is a --save with a state that the run would write.
 
 {EXIT_CODES}"""
 
@@ -299,10 +300,14 @@ def _main(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with bad_input(kinds=(ModuleNotFoundError,)):  # of the extra that training needs
         from detjax.training.grpo import prepare
-        from detjax.training.grpo_runs import run_all, summary, write_results
+        from detjax.training.grpo_runs import claimed_files, run_all, summary, write_results
     rollout_tp = f"{_ROLLOUT_TP.flag} {args.rollout_tp} must"
-    with bad_input(rephrase=lambda text: text.replace(f"tp={args.rollout_tp} must", rollout_tp)):
-        setup = prepare(grpo_args(args))
+    asked = grpo_args(args)
+    with (
+        bad_input(rephrase=lambda text: text.replace(f"tp={args.rollout_tp} must", rollout_tp)),
+        claimed_files(asked) as file,
+    ):
+        setup = prepare(asked)
         console.print(
             f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s) with tp "
             f"{args.trainer_tp}, rollout with tp {args.rollout_tp}, fingerprint "
@@ -310,7 +315,7 @@ def _main(args: argparse.Namespace) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        runs = run_all(setup, console)
+        runs = run_all(setup, console, file)
         Console(width=None if sys.stdout.isatty() else 140).print(summary(runs))
         if args.output is not None:
             write_results(setup, runs, args.output, console)

@@ -23,13 +23,7 @@ from detjax.numerics import NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
-from detjax.training.checkpoint import (
-    check_can_save,
-    check_no_state,
-    newest_state,
-    restore_state,
-    save_state,
-)
+from detjax.training.checkpoint import check_no_state, newest_state, restore_state, save_state
 from detjax.training.extras import optax
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig, merged, write_adapter
@@ -160,8 +154,6 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     given = {f.name: getattr(args, f.name) for f in fields(BatchSizes)}
     lengths = {"max_prompt": task.max_prompt, "max_tokens": task.max_tokens}
     sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
-    if args.save is not None:
-        check_can_save(_save_folder(args, args.steps, args.seeds[0]))
     # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
     configure_virtual_devices(max(args.rollout_tp, args.devices))
     jax.devices()
@@ -204,13 +196,13 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     )
 
 
-def _save_folder(args: GrpoArgs, step: int, seed: int) -> Path:
+def save_folder(args: GrpoArgs, step: int, seed: int) -> Path:
     """Return the folder in which `--save` puts the state after `step` updates."""
     assert args.save is not None
     return args.save / f"step{step}-seed{seed}"
 
 
-def _stops(args: GrpoArgs, first: int) -> list[int]:
+def save_stops(args: GrpoArgs, first: int) -> list[int]:
     """After how many updates a run that has made `first` is saved; its last is the last one."""
     every = args.save_every or args.steps
     return [*range(first - first % every + every, args.steps, every), args.steps]
@@ -262,9 +254,9 @@ def run_one(
                 f"{args.resume} has made {int(state.step)} updates; give more --steps than that"
             )
         _drop_later_rows(args.output, mode, seed, first_step=int(state.step))
-    stops = _stops(args, int(state.step))
+    stops = save_stops(args, int(state.step))
     for stop in stops if args.save is not None else ():
-        check_no_state(_save_folder(args, stop, seed))
+        check_no_state(save_folder(args, stop, seed))
     rollout.load(state.params, version=int(state.step))
     before, rows = rollout.accuracy(setup.task.held_out), []
 
@@ -279,7 +271,7 @@ def run_one(
             seed=seed, num_steps=stop, on_step=keep,
         )  # fmt: skip
         if args.save is not None:
-            folder = _save_folder(args, stop, seed)
+            folder = save_folder(args, stop, seed)
             if args.lora is not None:
                 write_adapter(folder / "adapter", state.params, args.lora, setup.config)
             else:
@@ -298,14 +290,24 @@ def _drop_later_rows(out: Path | None, mode: str, seed: int, *, first_step: int)
     """Take rows of steps behind a state out of `rows.jsonl`: a run that was killed left them.
 
     They are made again. What is taken out goes to `LATER_ROWS_FILE`.
+
+    Raises:
+        ValueError: If a step between the first row, the state and the last row has no row.
     """
     rows = [] if out is None else read_rows(out)
-    later = [
-        row
-        for row in rows
-        if (row["rollout"], row["seed"]) == (mode, seed) and row["step"] >= first_step
-    ]
-    if out is None or not later:
+    own = [row for row in rows if (row["rollout"], row["seed"]) == (mode, seed)]
+    later = [row for row in own if row["step"] >= first_step]
+    if out is None or not own:
+        return
+    steps = {row["step"] for row in own}
+    for step in range(min(*steps, first_step), max(*steps, first_step - 1) + 1):
+        if step not in steps:
+            raise ValueError(
+                f"{out / ROWS_FILE} has no row of step {step} of the {mode} rollout with seed "
+                f"{seed}, between its steps {min(steps)} and {max(steps)} and step {first_step}, "
+                "with which this run goes on; give another --output"
+            )
+    if not later:
         return
     with (out / LATER_ROWS_FILE).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in later)

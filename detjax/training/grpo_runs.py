@@ -3,34 +3,106 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from detjax.training.grpo import FIRST, LAST, ROWS_FILE, GrpoRun, GrpoSetup, read_rows, run_one
+from detjax.training.checkpoint import check_can_save, check_no_state
+from detjax.training.grpo import (
+    FIRST,
+    LAST,
+    ROWS_FILE,
+    GrpoArgs,
+    GrpoRun,
+    GrpoSetup,
+    read_rows,
+    run_one,
+    save_folder,
+    save_stops,
+)
 from detjax.training.plot import save_plot
 
 RUNS_FILE = "runs.json"
 
 
-def run_all(setup: GrpoSetup, console: Console) -> list[GrpoRun]:
-    """Train with every requested rollout and seed, and write rows as they come."""
+@contextlib.contextmanager
+def claimed_files(args: GrpoArgs) -> Iterator[TextIO | None]:
+    """Take the folders of `--save` and `--output` for this command, before a model is loaded.
+
+    A run that resumes adds to what is there. A new one writes over nothing, and a second one that
+    is started beside it is refused. What is still empty at the end is removed.
+
+    Yields:
+        `rows.jsonl`, open to append to; None without `--output`.
+
+    Raises:
+        ValueError: If a new run would write where another one has written or still writes.
+        OSError: If a folder cannot be made or written to.
+    """
+    with contextlib.ExitStack() as stack:
+        if args.save is not None:
+            stack.enter_context(_claimed_states(args))
+        yield None if args.output is None else stack.enter_context(_claimed_rows(args, args.output))
+
+
+@contextlib.contextmanager
+def _claimed_states(args: GrpoArgs) -> Iterator[None]:
+    last = save_folder(args, args.steps, args.seeds[0])
+    for stop in save_stops(args, 0) if args.resume is None else ():
+        folder = save_folder(args, stop, args.seeds[0])
+        check_no_state(folder)
+        if folder.exists():
+            raise ValueError(
+                f"{folder} exists: an earlier or a running run saves there. Give another --save, "
+                f"delete what an ended run has left, or continue it with --resume {args.save}"
+            )
+    check_can_save(last)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it holds a state, as it should
+            last.rmdir()
+
+
+@contextlib.contextmanager
+def _claimed_rows(args: GrpoArgs, out: Path) -> Iterator[TextIO]:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / ROWS_FILE
+    if args.resume is None and (out / RUNS_FILE).exists():
+        raise ValueError(_taken(out, RUNS_FILE))
+    try:
+        # WHY: "x" makes the file or fails, so that of two commands at once one is refused.
+        file = path.open("x" if args.resume is None else "a", encoding="utf-8")
+    except FileExistsError as error:
+        raise ValueError(_taken(out, ROWS_FILE)) from error
+    try:
+        with file:
+            yield file
+    finally:
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()
+
+
+def _taken(out: Path, name: str) -> str:
+    return (
+        f"--output {out} holds {name} of an earlier or a running run; give another --output, "
+        "delete what an ended run has left, or continue it with --resume"
+    )
+
+
+def run_all(setup: GrpoSetup, console: Console, file: TextIO | None) -> list[GrpoRun]:
+    """Train with every requested rollout and seed, and write rows to `file` as they come."""
     args, runs = setup.args, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
             Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
         )
-        file = None
-        if args.output is not None:
-            args.output.mkdir(parents=True, exist_ok=True)
-            mode = "w" if args.resume is None else "a"
-            file = stack.enter_context((args.output / ROWS_FILE).open(mode, encoding="utf-8"))
         rollouts = {mode: setup.rollout(mode) for mode in args.modes}
         for seed in args.seeds:
             for mode, rollout in rollouts.items():

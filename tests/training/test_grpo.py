@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop: zero KL with the canonical rollout, not zero with the fast one."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -27,6 +28,7 @@ from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, count_different_bits
 from detjax.training import grpo
 from detjax.training.checkpoint import FACTS, newest_state, restore_state, save_state
+from detjax.training.grpo_runs import claimed_files
 from detjax.training.policy_gradient import BatchSizes, advantages, divergence
 from detjax.training.rewards import Rewarded
 from detjax.training.tasks import ArithmeticTask, Gsm8k, Problem
@@ -159,7 +161,9 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     assert main(again) == OK
     assert facts(first) == facts(whole)
     assert [run["first_step"] for run in json.loads((first / "runs.json").read_text())] == [0, 1]
-    assert main(again) == BAD_INPUT
+    assert main(again) == OK  # the row behind the state is made again
+    assert facts(first) == facts(whole)
+    assert main([*command, "--steps", "2", "--output", str(first)]) == BAD_INPUT
     assert facts(first) == facts(whole)
 
 
@@ -300,6 +304,48 @@ def test_a_save_folder_that_is_taken_is_refused_before_anything_is_loaded(
     (tmp_path / "file").write_text("")
     assert main([*argv, str(tmp_path / "file")]) == BAD_INPUT
     assert capsys.readouterr().err.startswith("error: ")
+    # A state on the way, and a folder that another run has claimed.
+    argv = [*TINY, "--rollout", "fast", "--steps", "5", "--save-every", "3", "--save"]
+    assert main([*argv, str(tmp_path)]) == BAD_INPUT
+    assert "step3-seed0 holds a training state already" in capsys.readouterr().err
+    (tmp_path / "b" / "step5-seed0").mkdir(parents=True)
+    assert main([*argv, str(tmp_path / "b")]) == BAD_INPUT
+    assert "step5-seed0 exists: an earlier or a running run saves" in capsys.readouterr().err
+
+
+def test_a_new_run_writes_over_no_rows_and_a_second_one_at_once_is_refused(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(grpo, "load_on_devices", None)  # not callable
+    argv = [*TINY, "--rollout", "fast", "--steps", "3", "--output", str(tmp_path)]
+    args = command.grpo_args(command.make_parser().parse(argv))
+    with claimed_files(args) as file:
+        assert file is not None
+        assert main(argv) == BAD_INPUT  # with no row yet
+        assert f"--output {tmp_path} holds rows.jsonl of an earlier or" in capsys.readouterr().err
+        file.write("a row\n")
+    assert main(argv) == BAD_INPUT
+    assert "give another --output" in capsys.readouterr().err
+    assert (tmp_path / "rows.jsonl").read_text() == "a row\n"
+    # One that resumes adds to the rows.
+    with claimed_files(dataclasses.replace(args, resume=tmp_path)) as file:
+        assert file is not None
+        file.write("another\n")
+    assert (tmp_path / "rows.jsonl").read_text() == "a row\nanother\n"
+    (tmp_path / "rows.jsonl").rename(tmp_path / "runs.json")
+    assert main(argv) == BAD_INPUT
+    assert "holds runs.json" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_at_its_start_claims_nothing(tmp_path):
+    out, save = tmp_path / "out", tmp_path / "save"
+    argv = [*TINY, "--rollout", "fast", "--steps", "3", "--output", str(out), "--save", str(save)]
+    args = command.grpo_args(command.make_parser().parse(argv))
+    for _ in range(2):
+        with pytest.raises(KeyError), claimed_files(args):
+            assert (out / "rows.jsonl").exists() and (save / "step3-seed0").exists()
+            raise KeyError
+    assert not (out / "rows.jsonl").exists() and not (save / "step3-seed0").exists()
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +397,16 @@ def test_rows_behind_a_state_are_made_again_and_the_others_stay(tmp_path):
     assert grpo.read_rows(tmp_path) == [rows[0], rows[2], rows[1]]
     later = (tmp_path / grpo.LATER_ROWS_FILE).read_text().splitlines()
     assert [json.loads(line) for line in later] == [rows[1], rows[3]]
+    for steps, first_step, missing in (
+        ((0, 2, 3), 1, 1),
+        ((0, 2, 3), 4, 1),
+        ((0, 1), 4, 2),
+        ((3, 4), 1, 1),
+    ):
+        path.write_text("".join(json.dumps(rows[0] | {"step": step}) + "\n" for step in steps))
+        with pytest.raises(ValueError, match=f"rows.jsonl has no row of step {missing} of the inv"):
+            grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=first_step)
+        assert [row["step"] for row in grpo.read_rows(tmp_path)] == list(steps)
     path.write_text('{"rollout": 1}\n')
     with pytest.raises(ValueError, match="rows.jsonl, line 1: not a row"):
         grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=4)
