@@ -15,7 +15,10 @@ from detjax.engine.replicated_engine import follow
 from detjax.parallel.distributed import start_job
 from detjax.parallel.job_spec import JobSpec
 
-coordinator, num_processes, process_id = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+try:
+    coordinator, num_processes, process_id = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+except (IndexError, ValueError):
+    sys.exit(f"give ADDRESS PROCESSES PROCESS_ID, such as: python {sys.argv[0]} localhost:9000 2 0")
 job = JobSpec(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
 watch = start_job(job)
 with watch.working():

@@ -36,6 +36,7 @@ from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import
     RemoteInferenceClient,
 )
 
+BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "detjax" / "models" / "bundled" / "novels-6m"
 ADMIN_KEY = "of-this-run"
 PROMPTS = ("17+26=", "40+41=", "The old house by the sea")
 SAMPLING = {"max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": 0}
@@ -193,5 +194,5 @@ async def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--server-python", required=True, help="a Python that has detjax")
-    parser.add_argument("--model", type=Path, default=Path("detjax/models/bundled/novels-6m"))
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     asyncio.run(main(parser.parse_args()))

@@ -276,10 +276,18 @@ def main() -> int:
     add("--samples", type=int, default=8, help="answers to each")
     add("--learning-rate", type=float, default=3e-5)
     args = parser.parse_args()
+    ask = "from detjax.models.bundled import bundled_model_path as path; print(path())"
+    command = [args.server_python, "-c", ask]
+    try:
+        found = subprocess.run(command, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        parser.error(
+            f"--server-python {args.server_python} must be a Python that has detjax: "
+            f"{reason.strip().splitlines()[-1]}"
+        )
     if args.model is None:
-        ask = "from detjax.models.bundled import bundled_model_path as path; print(path())"
-        found = subprocess.run([args.server_python, "-c", ask], capture_output=True, check=True)
-        args.model = found.stdout.decode().strip()
+        args.model = found.stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         server, url, key = start_server(args.server_python, args.model, args.dtype, folder)
         try:

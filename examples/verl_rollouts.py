@@ -48,6 +48,7 @@ from verl.workers.rollout.replica import (
     TokenOutput,
 )
 
+BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "detjax" / "models" / "bundled" / "novels-6m"
 ADMIN_KEY = "of-this-run"
 PROMPTS = ("17+26=", "40+41=", "The old house by the sea", "17+26=")
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -367,7 +368,7 @@ def server(python: str, folder: Path) -> Iterator[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--server-python", required=True, help="a Python that has detjax")
-    parser.add_argument("--model", type=Path, default=Path("detjax/models/bundled/novels-6m"))
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     args = parser.parse_args()
     with (
         server(args.server_python, args.model) as first,

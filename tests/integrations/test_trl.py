@@ -3,9 +3,12 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -44,3 +47,25 @@ def test_trl_trains_on_rollouts_that_can_be_asked_again(trl_python):
     assert apart is not None, told
     assert 0 < int(apart[1]) <= int(apart[2])
     assert float(apart[3]) > 0 and float(apart[4]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [(None, "No such file"), ("echo 'No module named detjax' >&2; exit 1", "No module named det")],
+)
+def test_a_python_without_detjax_is_named(ends, reason, tmp_path, monkeypatch, capsys):
+    for name in ("torch", "datasets", "safetensors.torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=object, GRPOConfig=object))
+    python = tmp_path / "python"
+    if ends is not None:
+        python.write_text(f"#!/bin/sh\n{ends}\n")
+        python.chmod(0o755)
+    for more in ((), ("--model", "some/folder")):
+        monkeypatch.setattr(sys, "argv", ["trl_grpo.py", "--server-python", str(python), *more])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"), run_name="__main__")
+        assert end.value.code == 2
+        told = capsys.readouterr().err
+        assert f"--server-python {python} must be a Python that has detjax: " in told
+        assert reason in told

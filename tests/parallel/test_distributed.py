@@ -122,6 +122,14 @@ def test_the_example_of_a_replicated_engine_speaks_for_both_processes():
     assert ended[1][1] == ""
 
 
+@pytest.mark.parametrize("arguments", [[], ["localhost:9000", "two", "0"]])
+def test_the_example_of_a_replicated_engine_says_what_it_needs(arguments, monkeypatch):
+    path = PACKAGE.parent / "examples" / "replicated_engine.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(SystemExit, match="give ADDRESS PROCESSES PROCESS_ID, such as: python "):
+        runpy.run_path(str(path))
+
+
 @pytest.mark.parametrize(
     ("fault", "faulty", "message"),
     [

@@ -5,10 +5,12 @@ import functools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -141,6 +143,47 @@ def test_the_example_writes_every_prompt_with_its_digest(tmp_path):
     want = {text: llm.generate(text, sampling)[0].outputs[0].digest() for text in asked}
     texts, digests = (answered[name].to_pylist() for name in ("text", "digest"))
     assert dict(zip(texts, digests, strict=True)) == want
+
+
+class FakeRay(SimpleNamespace):
+    """Ray with so many CPUs; takes down how many actors are asked for."""
+
+    def __init__(self, num_cpus: int):
+        self.num_cpus, self.asked = num_cpus, []
+        self.data = SimpleNamespace(read_text=lambda _: self)
+
+    def init(self) -> None: ...
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": float(self.num_cpus)}
+
+    def map_batches(self, _, *, concurrency: int, **options) -> "FakeRay":
+        self.asked.append(concurrency)
+        return self
+
+    def write_parquet(self, _: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "arguments", "num_replicas"),
+    [(2, (), 1), (3, (), 2), (16, (), 2), (1, (), None), (2, ("2",), None), (3, ("2",), 2)],
+)
+def test_the_example_asks_for_no_more_actors_than_leave_a_cpu(
+    monkeypatch, num_cpus, arguments, num_replicas
+):
+    """Actors that hold all CPUs wait for a task that reads, which waits for a CPU."""
+    fake, path = FakeRay(num_cpus), ROOT / "examples" / "ray_data.py"
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setitem(sys.modules, "detjax.ray", SimpleNamespace(Generate=None))
+    monkeypatch.setattr(detjax, "ray", sys.modules["detjax.ray"], raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), "novels-6m", "p.txt", "out", *arguments])
+    if num_replicas is not None:
+        runpy.run_path(str(path))
+        assert fake.asked == [num_replicas]
+        return
+    with pytest.raises(SystemExit, match=rf"Ray has {num_cpus}; give fewer REPLICAS, or start"):
+        runpy.run_path(str(path))
+    assert not fake.asked
 
 
 REFUSALS = """

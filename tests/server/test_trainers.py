@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests as the clients of trainers send them: TRL 1.16's VLLMClient, SkyRL's remote client."""
 
+import ast
 import base64
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+from detjax.models.bundled import bundled_model_path
 
 PROMPTS = [[0, 18, 24, 12, 19], [0, 700, 41, 3]]
 TRL = {
@@ -155,3 +159,16 @@ def test_what_a_request_for_token_ids_cannot_have_is_refused(client, fields, par
     refused = client.post("/inference/v1/generate", json=body)
     assert refused.status_code in (400, 404), refused.text
     assert refused.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("name", ["skyrl_rollouts", "verl_rollouts"])
+def test_an_example_finds_the_bundled_model_from_any_folder(name, tmp_path, monkeypatch):
+    """They run in environments without detjax, so their own place says where it is."""
+    monkeypatch.chdir(tmp_path)
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    found = {"Path": Path, "__file__": str(path)}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and "BUNDLED_MODEL" in ast.unparse(node.targets):
+            exec(ast.unparse(node), found)
+    assert found["BUNDLED_MODEL"] == bundled_model_path().resolve()
+    assert 'add_argument("--model", type=Path, default=BUNDLED_MODEL)' in path.read_text()
