@@ -308,7 +308,7 @@ def _twice(subject: Subject, requests, want) -> BitComparison:
     ask(engine, requests)
     found = compare(ask(engine, requests), want)
     if not engine.stats().prefix_tokens:
-        return BitComparison(0, 0, "no prompt fills a page, so nothing was found in the cache")
+        return BitComparison(0, 0, "no prompt was found in the cache, so nothing was compared")
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from detjax.certify.requests import check_max_len
 from detjax.certify.subject import Subject, config_on
 from detjax.defaults import GPU_MEMORY_UTILIZATION
 from detjax.models.decoder import check_mesh
@@ -43,7 +44,9 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
         asked.pop("num_pages", None)  # of all replicas of the first mesh
     share = args.gpu_memory_utilization
     share = GPU_MEMORY_UTILIZATION if share is None else share
-    return Subject(model, config_on(model, asked, gpu_memory_utilization=share))
+    subject = Subject(model, config_on(model, asked, gpu_memory_utilization=share))
+    check_max_len(subject.config.max_len, model.profile)
+    return subject
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:

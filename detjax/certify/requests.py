@@ -65,6 +65,22 @@ def make_requests(
     ]
 
 
+def check_max_len(max_len: int, profile: NumericsProfile) -> None:
+    """Refuse a length with which no prompt fills a page, so that no prefix is ever shared.
+
+    Raises:
+        ValueError: If it is too short.
+    """
+    # The last token of a prompt is computed again, so a prompt that is shared has one more.
+    least = profile.attention_block + 1 + MAX_TOKENS
+    if max_len < least:
+        raise ValueError(
+            f"{max_len=} must be at least {least} for the cases of the prefix cache: a prompt that "
+            f"fills a page of {profile.attention_block} tokens, a token more, and {MAX_TOKENS} "
+            "that are generated"
+        )
+
+
 def answer_of(completion: Completion) -> AnswerBits:
     """Return the raw bits of a completion."""
     bits = np.asarray(completion.logprobs, np.float32).view(np.uint32)

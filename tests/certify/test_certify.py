@@ -17,12 +17,12 @@ import pytest
 import detjax.engine.sampling.sampling as sampling
 from detjax.certify.__main__ import main
 from detjax.certify.background import background_jobs
-from detjax.certify.cases import answer_cases, program_cases
+from detjax.certify.cases import _twice, answer_cases, program_cases
 from detjax.certify.certificate import CLAIMS, Certificate, Outcome, compare
 from detjax.certify.coverage import REFUSED, TESTED, THIS, coverage_map, refusals
 from detjax.certify.machine import CLAIM, compare_arrays, machine_cases, why_not_applicable
 from detjax.certify.page import render
-from detjax.certify.requests import forced, make_requests
+from detjax.certify.requests import check_max_len, forced, make_requests
 from detjax.certify.restart import new_process
 from detjax.certify.subject import Subject, ask, order_probe
 from detjax.engine.config import EngineConfig
@@ -106,6 +106,22 @@ def test_requests_lie_around_boundaries_and_every_round_has_others():
         for asked, _ in pairs[2 * i : 2 * i + 2]:
             assert (asked.sampling.seed, asked.sampling.noise) == (keyed.seed, keyed.noise)
     assert any(r.sampling.noise == "per_prompt" and r.sampling.temperature > 0 for r in rounds[0])
+
+
+def test_a_length_is_refused_with_which_no_prompt_fills_a_page(capsys):
+    """With the smallest that is allowed, a prompt is found in the cache."""
+    assert main(["--max-len", "128", "--devices", "1"]) == 2
+    assert "error: --max-len 128 must be at least 137 for the cases of" in capsys.readouterr().err
+    profile = NumericsProfile()
+    with pytest.raises(ValueError, match="max_len=136 must be at least 137"):
+        check_max_len(136, profile)
+    check_max_len(137, profile)
+    config = EngineConfig(batch_size=2, prefill_chunk=64, max_len=137, self_check="off")
+    requests = make_requests(0, vocab_size=300, max_len=137, profile=profile)
+    longest = max(requests, key=lambda r: len(r.prompt_token_ids))
+    subject = Subject(model(), config)
+    want = subject.alone([longest])
+    assert _twice(subject, [longest], want) == (len(want[0]), 0, "", -1)
 
 
 def test_the_map_names_what_is_refused_and_what_was_not_run():
