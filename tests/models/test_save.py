@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A saved model is the folder that it came from, and what trained weights become in one."""
 
+import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 import detjax
+from detjax.cli.errors import BAD_INPUT
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.models.bundled import bundled_model_path
@@ -21,7 +25,7 @@ from detjax.models.hf_config import load_config
 from detjax.models.loading import LoadedModel, load_model
 from detjax.models.params import EMBED_NAME
 from detjax.models.tokenizer import Tokenizer
-from detjax.models.weights import reading, write
+from detjax.models.weights import files, reading, write
 from detjax.models.weights.files import write_tensors
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
@@ -187,6 +191,45 @@ def test_weights_may_be_read_by_those_who_may_read_other_new_files(tmp_path, uma
             assert (tmp_path / "m.safetensors").stat().st_mode & 0o777 == mode
     finally:
         os.umask(before)
+
+
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+from detjax.quantize import main
+sys.exit(main(["-m", "novels-6m", "--scheme", "int8-w8a8", "-q", "-o", sys.argv[1]]))
+"""
+
+
+def test_a_file_that_cannot_be_written_is_named_and_no_part_of_it_stays(tmp_path):
+    """By a limit on the size of files, which ends a write as a full disk does."""
+    out = tmp_path / "copy"
+    command = [sys.executable, "-c", FULL_DISK, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == BAD_INPUT, done.stderr
+    assert done.stderr.splitlines() == [f"error: {out / 'model.safetensors'}: File too large"]
+    assert not list(out.iterdir())
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "m.safetensors"
+    write_tensors({"a": np.zeros(3, np.float32)}, path)
+    before = path.read_bytes()
+
+    def fail(*_, **options):
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(files, "save_file", fail)
+    for name in ("m.safetensors", "new.safetensors"):
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            write_tensors({"a": np.ones(3, np.float32)}, tmp_path / name)
+        assert raised.value.filename == str(tmp_path / name)
+        assert raised.value.errno == errno.ENOSPC
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
 
 
 def test_no_module_writes_weights_with_a_mode_of_its_own():

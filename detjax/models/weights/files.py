@@ -3,6 +3,8 @@
 
 import contextlib
 import json
+import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -156,8 +158,22 @@ def write_tensors(
 
     # WHY: safetensors 0.8 writes mode 0600 whatever the umask, so a server of another user, or in
     # a container, could not read the model.
+
+    Raises:
+        OSError: If it cannot be written, as on a full disk. No part of a new file is left, and a
+            file that was there stays.
     """
+    is_new = not path.exists()
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    try:
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    except BaseException as error:
+        if is_new:
+            path.unlink(missing_ok=True)
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, SafetensorError) and found is not None:  # which is no OSError
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
     path.chmod(mode)
