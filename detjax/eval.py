@@ -12,6 +12,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from jinja2 import TemplateError
+
 from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
@@ -66,9 +68,12 @@ def _run(args: Sequence[str]) -> int:
     setup_logging()
     before, sys.argv = sys.argv, [PROG, *with_defaults(args)]
     try:
-        with bad_input(rephrase=_told, kinds=(TypeError, KeyError)):
+        with bad_input(rephrase=_told, kinds=(TypeError, KeyError, ImportError)):
             cli = HarnessCLI()
-            cli.execute(cli.parse_args())
+            try:
+                cli.execute(cli.parse_args())
+            except TemplateError as error:
+                raise ValueError(f"a template does not fit the task's data: {error}") from error
     finally:
         sys.argv = before
     return OK
@@ -79,6 +84,8 @@ def _told(text: str) -> str:
     LOG.debug("the run failed", exc_info=True)
     if text.startswith("Tasks not found"):
         return f"{text}; `{PROG} ls tasks` lists them, --include_path DIR adds tasks of your own"
+    if text.startswith("No module named"):
+        return f"{text}, which --model or --tasks needs; install it in this environment"
     return text
 
 

@@ -111,12 +111,14 @@ class DetjaxLM(TemplateLM):
             given = [*options, *(["batch_size"] if batch_size is not None else [])]
             raise TypeError(f"{', '.join(given)} cannot be chosen for an LLM that is open already")
         if llm is None:
-            sizes = {} if batch_size in (None, "auto") else {"batch_size": int(batch_size)}
+            is_ours = batch_size in (None, "auto")
+            sizes = {} if is_ours else {"batch_size": _integer("batch_size", batch_size)}
             llm = LLM(str(model or BUNDLED_NAME), **sizes, **options)
         self.llm = llm
         self.tokenizer = llm.tokenizer
         self.batch_size, self.max_length = llm.config.engine.batch_size, llm.config.engine.max_len
-        self._max_gen_toks, self._seed = int(max_gen_toks), int(seed)
+        self._max_gen_toks = _integer("max_gen_toks", max_gen_toks)
+        self._seed = _integer("seed", seed)
         self._adds_bos = bool(add_bos_token)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -323,6 +325,15 @@ class DetjaxLM(TemplateLM):
             **{name: kwargs[name] for name in _SAMPLING if name in kwargs},
         )
         return tokens[-room:], sampling
+
+
+def _integer(name: str, value: Any) -> int:
+    """An integer that may be given as text."""
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        also = " or 'auto'" if name == "batch_size" else ""
+        raise ValueError(f"{name}={value!r} must be an integer{also}") from error
 
 
 def _own_names(options: dict[str, Any]) -> dict[str, Any]:

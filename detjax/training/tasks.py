@@ -5,12 +5,19 @@ import abc
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 NUM_HELD_OUT = 200
+_NUMBER = re.compile(
+    r"\s*(?P<sign>-?)\$?(?P<minus>-?)(?P<whole>[0-9][0-9,]*+)?(?P<part>\.[0-9]++)?"
+    r"(?![.,]?[0-9]|[eE/:^*][-+]?[0-9])"
+)
+"""Of an answer, after its `####`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +94,6 @@ class Gsm8k(AbstractTask):
 
     stop = ""
     max_prompt, max_tokens = 256, 512  # GSM8K's longest: 235 tokens of novels-6m, 192 of Qwen3
-    _number = re.compile(
-        r"\s*(?P<sign>-?)\$?(?P<minus>-?)(?P<whole>[0-9][0-9,]*+)?(?P<part>\.[0-9]++)?"
-        r"(?![.,]?[0-9]|[eE/:^*][-+]?[0-9])"
-    )
 
     def __init__(self, path: Path):
         """Read a file; the last tenth, at most `NUM_HELD_OUT` problems, is held out.
@@ -102,42 +105,15 @@ class Gsm8k(AbstractTask):
         """
         content = path.read_bytes()
         self.file_sha256 = hashlib.sha256(content).hexdigest()
-        problems = []
-        # WHY: str.splitlines would also split at U+2028 and others that JSON allows in a text.
-        for number, line in enumerate(content.decode("utf-8-sig").split("\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                question, answer = row["question"], self._final_number(row["answer"])
-                if not isinstance(question, str):
-                    raise TypeError(f"question must be text, not {question!r:.40}")
-                question.encode()
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not a GSM8K problem: {error!r}"
-                ) from error
-            if answer is None:
-                raise ValueError(f"{path}, line {number}: the answer has no final `#### number`")
-            problems.append(Problem(prompt=f"Question: {question}\nAnswer:", answer=answer))
+        problems = [
+            Problem(prompt=f"Question: {row['question']}\nAnswer:", answer=answer)
+            for row, answer in gsm8k_rows(path, content)
+        ]
         num_held_out = min(NUM_HELD_OUT, len(problems) // 10)
         if num_held_out == 0:
             raise ValueError(f"{path} has {len(problems)} problems; give at least 10")
         self.held_out = tuple(problems[-num_held_out:])
         self._train = problems[:-num_held_out]
-
-    def _final_number(self, text: str) -> str | None:
-        """The number after the last `####`, in its one shortest spelling; None if there is none."""
-        _, mark, rest = text.rpartition("####")
-        found = self._number.match(rest)
-        if not mark or found is None or not (found["whole"] or found["part"]):
-            return None
-        whole = (found["whole"] or "").replace(",", "").lstrip("0") or "0"
-        digits = f"{whole}{found['part'] or ''}"
-        if found["part"]:
-            digits = digits.rstrip("0").rstrip(".")
-        is_negative = bool(found["sign"] or found["minus"]) and digits != "0"
-        return f"-{digits}" if is_negative else digits
 
     def draw(self, rng: np.random.Generator) -> Problem:
         """A random problem that is not held out."""
@@ -145,4 +121,48 @@ class Gsm8k(AbstractTask):
 
     def reward(self, problem: Problem, text: str) -> float:
         """Whether the final number is right."""
-        return float(self._final_number(text) == problem.answer)
+        return float(_final_number(text) == problem.answer)
+
+
+def gsm8k_rows(path: Path, content: bytes) -> Iterator[tuple[dict[str, Any], str]]:
+    """Check the lines of a file in the format of GSM8K; blank ones are skipped.
+
+    Args:
+        path: Named in errors.
+        content: Of the file.
+
+    Yields:
+        Each row, and the final number of its answer in its one shortest spelling.
+
+    Raises:
+        ValueError: If a line has no question, answer or final number, naming the line.
+    """
+    # WHY: str.splitlines would also split at U+2028 and others that JSON allows in a text.
+    for number, line in enumerate(content.decode("utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            question, answer = row["question"], _final_number(row["answer"])
+            if not isinstance(question, str):
+                raise TypeError(f"question must be text, not {question!r:.40}")
+            question.encode()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not a GSM8K problem: {error!r}") from error
+        if answer is None:
+            raise ValueError(f"{path}, line {number}: the answer has no final `#### number`")
+        yield row, answer
+
+
+def _final_number(text: str) -> str | None:
+    """The number after the last `####`, in its one shortest spelling; None if there is none."""
+    _, mark, rest = text.rpartition("####")
+    found = _NUMBER.match(rest)
+    if not mark or found is None or not (found["whole"] or found["part"]):
+        return None
+    whole = (found["whole"] or "").replace(",", "").lstrip("0") or "0"
+    digits = f"{whole}{found['part'] or ''}"
+    if found["part"]:
+        digits = digits.rstrip("0").rstrip(".")
+    is_negative = bool(found["sign"] or found["minus"]) and digits != "0"
+    return f"-{digits}" if is_negative else digits

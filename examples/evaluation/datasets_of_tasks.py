@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of the task files beside this one, for lm-evaluation-harness."""
 
-import json
 from pathlib import Path
 
 import datasets
 import numpy as np
 
+from detjax.training.tasks import gsm8k_rows
+
 WORD_PROBLEMS = Path(__file__).with_name("word_problems.jsonl")
 
 
-def _test_split(documents: list[dict]) -> dict[str, datasets.Dataset]:
+def _test_split(documents: list[dict], of: str) -> dict[str, datasets.Dataset]:
+    if not documents:
+        raise ValueError(f"there is no problem in {of}; --metadata must ask for at least one")
     return {"test": datasets.Dataset.from_list(documents)}
 
 
@@ -25,7 +28,7 @@ def sums(count: int = 32, seed: int = 0, **_: object) -> dict[str, datasets.Data
         gold = int(rng.integers(4))
         choices[0], choices[gold] = choices[gold], choices[0]
         documents.append({"question": f"{a}+{b}=", "choices": choices, "gold": gold})
-    return _test_split(documents)
+    return _test_split(documents, f"{count=} sums")
 
 
 def word_problems(
@@ -36,6 +39,10 @@ def word_problems(
     Args:
         file: GSM8K's own file; None takes a dozen problems that come with detjax.
         count: The first so many.
+
+    Raises:
+        ValueError: If a line is not such a problem, naming it, or there is none.
     """
-    lines = (WORD_PROBLEMS if file is None else Path(file)).read_text().splitlines()
-    return _test_split([json.loads(line) for line in lines[:count]])
+    path = WORD_PROBLEMS if file is None else Path(file)
+    rows = [row for row, _ in gsm8k_rows(path, path.read_bytes())]
+    return _test_split(rows[: max(0, count)], f"the first {count} of {path}")

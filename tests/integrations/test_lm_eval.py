@@ -10,9 +10,11 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from jinja2 import UndefinedError
 
 import detjax
 from detjax import eval as detjax_eval
@@ -187,6 +189,9 @@ def test_what_is_wrong_with_the_command_is_one_line(capsys):
         (*sums, "--model_args", "model=a,pretrained=b"): "model=a and pretrained=b",
         (*sums, "--model_args", "pretrained=./nowhere"): "nowhere",
         (*sums, "--model_args", "max_len=64,max_model_len=65"): "max_len is given twice",
+        (*sums, "--batch_size", "abc"): "batch_size='abc' must be an integer or 'auto'",
+        (*sums, "--model_args", "max_gen_toks=many"): "max_gen_toks='many' must be an integer",
+        (*sums, "--metadata", '{"count": 0}'): "there is no problem in count=0 sums; --metadata",
     }
     for args, says in cases.items():
         assert detjax_eval.main(args) == 2, args
@@ -197,6 +202,40 @@ def test_what_is_wrong_with_the_command_is_one_line(capsys):
     args = [*sums, "--model_args", "pretrained=novels-6m,max_model_len=256,seed=3"]
     assert detjax_eval.main(args) == 0
     assert "detjax_sums" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"problem": "a", "solution": "b"}', "line 1: not a GSM8K problem: KeyError('question')"),
+        ('{"question": "a", "answer": "b"}', "line 1: the answer has no final `#### number`"),
+        ("", "there is no problem in the first 12 of"),
+    ],
+)
+def test_a_file_of_other_problems_is_refused_in_one_line(text, says, tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    args = ["--tasks", "detjax_word_problems", "--include_path", str(TASKS), "--limit", "1"]
+    args += ["--metadata", json.dumps({"file": str(path)}), "--model_args", "max_len=256"]
+    assert detjax_eval.main(args) == 2
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert says in line and str(path) in line
+
+
+def test_what_the_harness_lacks_and_a_template_that_does_not_fit_are_the_users(monkeypatch, capsys):
+    """A model of the harness needs torch; a task of the user's has keys of its own."""
+    from lm_eval._cli import HarnessCLI
+
+    for error, says in (
+        (ModuleNotFoundError("No module named 'torch'"), "--model or --tasks needs; install it"),
+        (UndefinedError("'q' is undefined"), "a template does not fit the task's data: 'q' is"),
+    ):
+        monkeypatch.setattr(HarnessCLI, "execute", Mock(side_effect=error))
+        assert detjax_eval.main(["--tasks", "detjax_sums", "--model", "hf"]) == 2
+        (line,) = [one for one in capsys.readouterr().err.splitlines() if "error: " in one]
+        assert says in line
 
 
 def test_help_is_of_detjax_and_needs_no_harness():
