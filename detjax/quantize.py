@@ -76,6 +76,7 @@ def _run(args: argparse.Namespace) -> int:
         # WHY: these import JAX, which what has been checked above does not need.
         from detjax.models.hub import find_model
         from detjax.models.quantization.quantize import RECIPES, quantize_folder
+        from detjax.models.tokenizer_files import TOKENIZER_FILE, read_backend
 
         recipe = RECIPES[args.scheme]
         if recipe.group_size and recipe.block_rows == 1:
@@ -85,11 +86,17 @@ def _run(args: argparse.Namespace) -> int:
                 f"--group-size {args.group_size} is of int4-w4a16; {args.scheme} has no choice"
             )
         folder = find_model(args.model, revision=args.revision)
+        read_backend(folder / TOKENIZER_FILE)  # nobody could open a copy without one
         with Display(is_quiet=args.quiet).progress("quantising") as progress:
             quantize_folder(folder, args.output, recipe, progress=progress)
     sizes = [sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in (folder, args.output)]
-    print(f"{args.output}: {sizes[1] / 1e9:.2f} GB of weights, from {sizes[0] / 1e9:.2f} GB")
+    print(f"{args.output}: {_size(sizes[1])} of weights, from {_size(sizes[0])}")
     return OK
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in gigabytes, of a small model in megabytes."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -962,8 +963,14 @@ def test_a_code_is_the_nearest_one():
 def test_the_command_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
     folder = str(folder_of("llama3", tmp_path / "bf16"))
     out = str(tmp_path / "q")
-    assert quantize.main(["--model", folder, "--scheme", "int8-w8a8", "--out", out]) == 0
-    assert "GB of weights" in capsys.readouterr().out
+    command = ["--model", folder, "--scheme", "int8-w8a8", "--out", out]
+    assert quantize.main(command) == 2  # a copy that nobody could open
+    assert f"{folder}/tokenizer.json does not exist; a folder with" in capsys.readouterr().err
+    assert not Path(out).exists()
+    shutil.copy(BUNDLED / "tokenizer.json", folder)
+    assert quantize.main(command) == 0
+    assert re.search(r"q: \d+\.\d MB of weights, from \d+\.\d MB\n", capsys.readouterr().out)
+    assert quantize._size(16_060_000_000) == "16.06 GB"
     for argv, message in (
         (["--model", folder, "--scheme", "int8-w8a8", "--out", out], "not an empty folder"),
         (["--model", out, "--scheme", "int8-w8a8", "--out", f"{out}2"], "quantised already"),
