@@ -11,6 +11,8 @@ import numpy as np
 
 PACKED_ROWS = 64
 """Packed rows are rounded up to a multiple of this, to bound the number of programs."""
+MAX_WEIGHT = float(np.finfo(np.float32).max)
+"""Rows have their weights in float32."""
 
 
 class Layout(enum.Enum):
@@ -30,14 +32,14 @@ class Scored:
             The first has no log-probability, so its weight must be 0.
 
     Raises:
-        ValueError: If the lengths do not agree or the first weight is not 0.
+        ValueError: If the lengths do not agree, the first weight is not 0, or one is not finite.
     """
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
 
     def __post_init__(self):
-        """Check lengths."""
+        """Check lengths and weights."""
         if len(self.token_ids) < 2:
             raise ValueError(f"{len(self.token_ids)} tokens have nothing to predict; give two")
         if len(self.token_ids) != len(self.weights):
@@ -46,6 +48,12 @@ class Scored:
             )
         if self.weights[0] != 0:
             raise ValueError(f"the first token's weight {self.weights[0]} must be 0")
+        for i, weight in enumerate(self.weights):
+            if not abs(weight) <= MAX_WEIGHT:  # which NaN is not either
+                raise ValueError(
+                    f"weights[{i}]={weight} must be a finite float32 number: it would make all "
+                    "trained weights NaN"
+                )
 
 
 @jax.tree_util.register_dataclass

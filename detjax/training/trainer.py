@@ -228,7 +228,8 @@ class Trainer:
             batches: Microbatches of one shape. The list of sequences is theirs, in order.
 
         Raises:
-            ValueError: If a microbatch has a token id that is not in the vocabulary.
+            ValueError: If there is no microbatch, or one has a token id that is not in the
+                vocabulary.
 
         Numerics:
             Each sequence has a gradient of its own. They are added as the perfect binary tree over
@@ -238,7 +239,7 @@ class Trainer:
             update depends on the list of sequences and on nothing that is cut from it; with XLA's
             also on which sequences share a microbatch.
         """
-        self._check_ids(batches)
+        self._check_batches(batches)
         total, found = self._total_gradient(state.params, batches)
         state, norm = self._updated(state, total)
         # WHY last: whoever reads waits, and the devices have all their programs by then.
@@ -275,7 +276,9 @@ class Trainer:
             return totals[0], values
         return self._reduce(self._replicas.joined(totals, self._used(specs))), values
 
-    def _check_ids(self, batches: list[Batch]) -> None:
+    def _check_batches(self, batches: list[Batch]) -> None:
+        if not batches:
+            raise ValueError(f"{batches=} must have at least one microbatch, which `pack` makes")
         vocab_size = self._model.config.vocab_size
         for i, batch in enumerate(batches):
             ids = np.concatenate([np.asarray(batch.ids), np.asarray(batch.targets)])
@@ -405,6 +408,8 @@ def _check_training(
     Raises:
         ValueError: If so.
     """
+    if lora is not None and not isinstance(lora, LoraConfig):
+        raise ValueError(f"{lora=} must be a LoraConfig, such as LoraConfig(rank=8, alpha=16.0)")
     if lora is not None and balance_weight:
         raise ValueError(f"{balance_weight=} does not go with an adapter; leave one out")
     why = KERNELS[model.backend].why_no_expert_adapters

@@ -161,6 +161,9 @@ def test_bad_input_is_refused_by_name(model_named):
         Scored(token_ids=(1, 2), weights=(0.5, 1.0))
     with pytest.raises(ValueError, match="3 tokens with 2 weights"):
         Scored(token_ids=(1, 2, 3), weights=(0.0, 1.0))
+    for weight in (float("nan"), float("inf"), -float("inf"), 1e39):
+        with pytest.raises(ValueError, match=r"weights\[1\]=.* must be a finite float32 number"):
+            Scored(token_ids=(1, 2, 3), weights=(0.0, weight, 1.0))
     two = Scored(token_ids=(1, 2, 3), weights=(0.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="sequence 0 has 2 rows, more than length=1"):
         pack([two], length=1)

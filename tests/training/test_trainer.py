@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates: the same on every number of devices, and after a stop."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +26,7 @@ from detjax.training.batch import Scored, pack
 from detjax.training.checkpoint import ARRAYS, FACTS, restore_state, save_state
 from detjax.training.gradients import Backward
 from detjax.training.lora import LoraConfig
-from detjax.training.trainer import Trainer, TrainState
+from detjax.training.trainer import Trainer, TrainState, _check_training
 from detjax.training.update import why_not_elementwise
 
 FACTS_OF_RUN = {"fingerprint": "abc", "seed": 1}
@@ -299,6 +300,12 @@ def test_bad_input_is_refused_by_name(batches):
     unknown = pack([Scored(token_ids=(1, 320), weights=(0.0, 1.0))], length=20)
     with pytest.raises(ValueError, match="microbatch 1 has token ids from 0 to 320"):
         trainer().step(trainer().init(), [batches[0], unknown])
+    with pytest.raises(ValueError, match=r"batches=\[\] must have at least one microbatch"):
+        trainer().step(trainer().init(), [])
+    # As a user calls it: without the checks of types that the tests add.
+    check = inspect.unwrap(_check_training)
+    with pytest.raises(ValueError, match=r"lora=8 must be a LoraConfig, such as LoraConfig\(rank"):
+        check(model, balance_weight=0.0, lora=8, backward=Backward.CANONICAL, tp=1)
     model = dummy_model(dummy_config(num_layers=1), tp=2)
     with pytest.raises(ValueError, match="load the model to be trained on a mesh with tp=1"):
         Trainer(model, optax.sgd(1.0), mesh=make_mesh(1, 1), clip_norm=1.0)
