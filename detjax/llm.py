@@ -27,6 +27,7 @@ from detjax.engine.outputs.generate_run import OnCompletion
 from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
+from detjax.engine.requests.limits import integer
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
@@ -172,7 +173,7 @@ class LLM:
             ValueError: If a value is out of range, or model, mesh and memory do not go together.
             FileNotFoundError: If the model or a file of it is missing.
         """
-        _check_engine_options(engine_options)
+        _check_engine_options(engine_options, dp=dp, tp=tp)
         _check_choices(gpu_memory_utilization, generation_config, mode, enable_lora)
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
@@ -586,6 +587,9 @@ def _profile_of(
     profile: NumericsProfile | None, dtype: str | None, kv_cache_dtype: str | None
 ) -> NumericsProfile:
     """The given profile, or one of the given dtypes."""
+    for name, value in (("dtype", dtype), ("kv_cache_dtype", kv_cache_dtype)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name}={value!r} must be a text, such as 'bfloat16'")
     if profile is None:
         return NumericsProfile.of(dtype or "bfloat16", kv_cache_dtype or AUTO)
     if dtype is not None:
@@ -660,8 +664,11 @@ def _keep_programs(cache_dir: str | Path | None) -> None:
         )
 
 
-def _check_engine_options(options: Mapping[str, Any]) -> None:
-    """Refuse an option that nothing has."""
+def _check_engine_options(options: Mapping[str, Any], **mesh: int) -> None:
+    """Refuse an option that nothing has, and sizes of a mesh that are none."""
+    for name, size in mesh.items():
+        if integer(name, size) < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     of_sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     for name in options:
@@ -672,11 +679,21 @@ def _check_engine_options(options: Mapping[str, Any]) -> None:
             )
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *_OPTIONS], n=1)
+            near = [_NAMES_OF_VLLM[name]] if name in _NAMES_OF_VLLM else near
             hint = f"did you mean {near[0]}? " if near else ""
             raise TypeError(
                 f"LLM has no option {name!r}; {hint}it has {', '.join(_OPTIONS)}, and the fields "
                 f"of EngineConfig: {', '.join(known)}"
             )
+
+
+_NAMES_OF_VLLM = {
+    "data_parallel_size": "dp",
+    "max_model_len": "max_len",
+    "max_num_seqs": "batch_size",
+    "tensor_parallel_size": "tp",
+}
+"""Options of `LLM` by the names that vLLM has for them."""
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

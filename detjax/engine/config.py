@@ -165,10 +165,11 @@ class EngineConfig:
             )
         self._check_drafts()
         for batch in self.decode_batches:
-            if not 1 <= batch < self.batch_size:
+            if batch < 1:
+                raise ValueError(f"{batch} of decode_batches must be at least 1")
+            if batch >= self.batch_size:
                 raise ValueError(
-                    f"{batch} of decode_batches must be at least 1 and below "
-                    f"batch_size={self.batch_size}"
+                    f"{batch} of decode_batches must be below batch_size={self.batch_size}"
                 )
         for length in self.decode_lens:
             if length < 1:

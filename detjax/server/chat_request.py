@@ -155,6 +155,10 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
             if found := [tool for tool in tools if tool["function"]["name"] == named.get("name")]:
                 return found[:1]
         names = [tool["function"]["name"] for tool in tools]
+        if not names:
+            raise RefusedError(
+                f"tool_choice={choice!r:.200} needs tools, and there are none", field="tool_choice"
+            )
         raise RefusedError(
             f"tool_choice={choice!r:.200} is none of auto, none, required, and a function of "
             f"tools, which are {names!r:.200}",

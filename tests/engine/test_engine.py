@@ -329,7 +329,7 @@ def test_fast_mode_refuses_to_be_deterministic():
             "decode_steps=2 does not go with has_prompt_lookup",
         ),
         ({"mode": "dvr", "has_prompt_lookup": True}, "needs mode='invariant', not 'dvr'"),
-        ({"decode_batches": (4,)}, "4 of decode_batches must be at least 1 and below batch_size="),
+        ({"decode_batches": (4,)}, "4 of decode_batches must be below batch_size="),
         ({"decode_lens": (0,)}, "decode_lens"),
         ({"verify_batches": (8,)}, "8 of verify_batches must be at least 1 and below verify_rows="),
         ({"prefill_shapes": ((0, 4),)}, r"\(0, 4\) of prefill_shapes"),
