@@ -19,7 +19,7 @@ from detjax.compilation.kept_programs import keep_programs_of_build
 from detjax.compilation.loaded_code import one_moment
 from detjax.compilation.source import NO_CACHE, default_cache_dir
 from detjax.defaults import AUTO, GPU_MEMORY_UTILIZATION, MAX_LORA_RANK, MAX_LORAS, NO_CAST
-from detjax.engine.config import EngineConfig, check_adapter_mode
+from detjax.engine.config import EngineConfig, check_adapter_mode, check_types
 from detjax.engine.engine import Engine
 from detjax.engine.lora_request import AdapterFolders, LoRARequest
 from detjax.engine.outputs.completion import Completion, CompletionOutput
@@ -27,7 +27,7 @@ from detjax.engine.outputs.generate_run import OnCompletion
 from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
-from detjax.engine.requests.limits import integer
+from detjax.engine.requests.limits import integer, number
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
@@ -173,7 +173,10 @@ class LLM:
             ValueError: If a value is out of range, or model, mesh and memory do not go together.
             FileNotFoundError: If the model or a file of it is missing.
         """
-        _check_engine_options(engine_options, dp=dp, tp=tp)
+        asked = dict(
+            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len, mode=mode,
+            num_pages=num_pages, **engine_options)  # fmt: skip
+        _check_engine_options(asked, dp=dp, tp=tp)
         _check_choices(gpu_memory_utilization, generation_config, mode, enable_lora)
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
@@ -191,10 +194,7 @@ class LLM:
         loaded = open_adapters(loaded, AdapterSizes.of(
             enable_lora, max_loras=max_loras, max_lora_rank=max_lora_rank,
             max_expert_lora_rank=max_expert_lora_rank))  # fmt: skip
-        asked = _asked(speculative, dict(
-            batch_size=batch_size, prefill_chunk=prefill_chunk, max_len=max_len, mode=mode,
-            num_pages=num_pages, **engine_options))  # fmt: skip
-        engine = choose_sizes(loaded, asked, draft_model=draft_model,
+        engine = choose_sizes(loaded, _asked(speculative, asked), draft_model=draft_model,
                               gpu_memory_utilization=gpu_memory_utilization)  # fmt: skip
         config = LLMConfig.of(
             loaded, engine, name=str(model), folder=folder, backend_reason=reason,
@@ -604,7 +604,9 @@ def _check_choices(
 ) -> None:
     """Refuse values that are out of range, or do not go together, before a model is read."""
     check_adapter_mode(mode, has_adapters=enable_lora)
-    if not 0 < gpu_memory_utilization <= 1:
+    if not isinstance(enable_lora, bool):
+        raise ValueError(f"{enable_lora=} must be True or False")
+    if not 0 < number("gpu_memory_utilization", gpu_memory_utilization) <= 1:
         raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
     if generation_config not in ("auto", "none"):
         raise ValueError(f"{generation_config=} must be 'auto' or 'none'")
@@ -685,6 +687,7 @@ def _check_engine_options(options: Mapping[str, Any], **mesh: int) -> None:
                 f"LLM has no option {name!r}; {hint}it has {', '.join(_OPTIONS)}, and the fields "
                 f"of EngineConfig: {', '.join(known)}"
             )
+    check_types({name: value for name, value in options.items() if value is not None})
 
 
 _NAMES_OF_VLLM = {

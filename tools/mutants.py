@@ -773,8 +773,8 @@ MUTANTS = (
         edits=(
             Edit(
                 where=f"{KERNELS}/attention/sm90_new_token.py",
-                old="        last = self.tile.rows - 1\n",
-                new="        last = self.tile.rows - 2\n",
+                old="new.group, num_heads + self.kv_head\n",
+                new="new.group, num_heads + new.kv_heads - 1 - self.kv_head\n",
             ),
         ),
         tests=(

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine is told at its start: sizes and policies, none of which can change a bit."""
 
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from detjax.defaults import HEADS
+from detjax.engine.requests.limits import integer, number
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_MODEL = "draft_model"
@@ -134,7 +139,8 @@ class EngineConfig:
     self_check: str = "always"
 
     def __post_init__(self):
-        """Check every range."""
+        """Check every type and range."""
+        check_types({name: getattr(self, name) for name in self.__dataclass_fields__})
         sizes = "batch_size", "prefill_chunk", "max_len", "verify_rows", "verify_window"
         for name in (*sizes, "decode_steps", "max_waiting"):
             if getattr(self, name) < 1:
@@ -470,3 +476,38 @@ def max_draft_fraction(config: EngineConfig, *, steps_beat_xla: bool) -> float:
     if config.max_draft_fraction is not None:
         return config.max_draft_fraction
     return 0.0 if steps_beat_xla and config.draft_weights == "full" else 1.0
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return typing.get_type_hints(EngineConfig)
+
+
+def check_types(given: Mapping[str, Any]) -> None:
+    """Refuse values of fields of `EngineConfig` that are of another type.
+
+    Raises:
+        ValueError: Naming the field and its value.
+    """
+    for name, value in given.items():
+        _check_type(name, value, _field_types()[name])
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return
+        kind = next(one for one in typing.get_args(kind) if one is not types.NoneType)
+    if kind is int:
+        integer(name, value)
+    elif kind is float:
+        number(name, value)
+    elif kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    elif kind is str and not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} must be a text")
+    elif typing.get_origin(kind) is tuple:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"{name}={value!r} must be a tuple of integers, or of tuples of them")
+        for one in value:
+            _check_type(name, one, typing.get_args(kind)[0])

@@ -22,7 +22,7 @@ CASES = {
     "serve-template": ("serve", "--port 0 --chat-template {tmp}/none", "--chat-template: {tmp}"),
     "serve-job": ("serve", "--port 0 --process-id 0", "--num-processes must be given too"),
     "serve-sizes": ("serve", "--port 0 --max-len 99999999", "must be below 2**31"),
-    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "1 and below --batch-size 4"),
+    "serve-batches": ("serve", "--batch-size 4 --decode-batches 8", "must be below --batch-size 4"),
     "generate-model": ("generate", "--prompt a --model nope", "looked for {cwd}/nope"),
     "generate-template": (
         "generate", "--prompt a --chat --chat-template {tmp}/none", "--chat-template: {tmp}/none",
