@@ -27,7 +27,7 @@ from detjax.engine.outputs.generate_run import OnCompletion
 from detjax.engine.outputs.prompt_output import PromptOutput
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.checks import RequestLimits
-from detjax.engine.requests.limits import integer, number
+from detjax.engine.requests.limits import flag, integer, number
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, draw_seed
 from detjax.engine.requests.text_request import text_request
@@ -604,8 +604,7 @@ def _check_choices(
 ) -> None:
     """Refuse values that are out of range, or do not go together, before a model is read."""
     check_adapter_mode(mode, has_adapters=enable_lora)
-    if not isinstance(enable_lora, bool):
-        raise ValueError(f"{enable_lora=} must be True or False")
+    flag("enable_lora", enable_lora)
     if not 0 < number("gpu_memory_utilization", gpu_memory_utilization) <= 1:
         raise ValueError(f"{gpu_memory_utilization=} must be above 0 and at most 1")
     if generation_config not in ("auto", "none"):

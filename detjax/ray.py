@@ -47,7 +47,8 @@ class Server:
         logging.getLogger("detjax.server").setLevel(args.log_level.upper())
         logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
         self._service = Service(open_model(args), make_limits(args))
-        self._web = web_options(args)
+        # WHY: Ray's proxy listens, on an address and under names of its own.
+        self._web = dataclasses.replace(web_options(args), is_local=False)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Ray Serve asks for the application here."""

@@ -52,7 +52,6 @@ from detjax.server.options import (
     LOG_LEVELS,
     access_filter,
     engine_options,
-    is_origin,
     texts_of_option,
     web_options,
 )
@@ -478,12 +477,10 @@ def _check_web_options(args: argparse.Namespace) -> None:
         raise InputError(f"{given} is of HTTPS; give --ssl-certfile too")
     if args.ssl_cert_reqs and args.ssl_ca_certs is None:
         raise InputError(f"--ssl-cert-reqs {args.ssl_cert_reqs} needs --ssl-ca-certs")
-    for origin in web_options(args).origins:
-        if origin != "*" and not is_origin(origin):
-            raise InputError(
-                f"--allowed-origins {origin!r} is no origin, such as https://pages.example or "
-                "http://localhost:8080, without a path; * allows all"
-            )
+    try:
+        web_options(args)
+    except ValueError as error:
+        raise InputError(f"--allowed-origins {error}") from error
     if args.metrics_without_key and not args.api_key:
         raise InputError("--metrics-without-key needs --api-key; without one nobody needs a key")
     if not args.allowed_origins and (

@@ -4,12 +4,12 @@
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from detjax.defaults import HEADS
-from detjax.engine.requests.limits import integer, number
+from detjax.engine.requests.limits import flag, integer, number
 
 MODES = ("invariant", "dvr", "fast")
 DRAFT_MODEL = "draft_model"
@@ -502,12 +502,14 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         integer(name, value)
     elif kind is float:
         number(name, value)
-    elif kind is bool and not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
+    elif kind is bool:
+        flag(name, value)
     elif kind is str and not isinstance(value, str):
         raise ValueError(f"{name}={value!r} must be a text")
     elif typing.get_origin(kind) is tuple:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError(f"{name}={value!r} must be a tuple of integers, or of tuples of them")
-        for one in value:
-            _check_type(name, one, typing.get_args(kind)[0])
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, tuple | list):
+            what = "integers" if item is int else "pairs of integers"
+            raise ValueError(f"{name}={value!r} must be a tuple of {what}")
+        for i, one in enumerate(value):
+            _check_type(f"{name}[{i}]", one, item)

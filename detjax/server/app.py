@@ -296,8 +296,8 @@ def _check_origin(request: Request, gate: _Gate) -> None:
     is_own = is_own and (is_local_name(page.hostname) or not gate.is_local)
     if not is_own and not {"*", origin} & set(gate.origins):
         raise RefusedError(
-            f"pages of {origin[:80]!r} may not ask this server; start it with --allowed-origins, "
-            "or with an API key",
+            f"pages of {origin[:80]!r} may not ask this server; start it with --allowed-origins "
+            "and their origin (also that of a proxy in front of it), or with an API key",
             status=403,
             code="origin_not_allowed",
         )

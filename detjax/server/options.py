@@ -4,11 +4,11 @@
 import argparse
 import ipaddress
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -34,7 +34,8 @@ class WebOptions:
         methods: That these may ask with.
         headers: That these may send.
         has_credentials: They may send cookies and the like.
-        is_local: Only programs of this machine reach the server.
+        is_local: The server listens on this machine's own address alone, so only pages of local
+            names are its own. Behind a proxy its pages have another name, which `origins` gives.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -49,7 +50,11 @@ class WebOptions:
 
 
 def web_options(args: argparse.Namespace) -> WebOptions:
-    """What is given of `WebOptions`."""
+    """What is given of `WebOptions`.
+
+    Raises:
+        ValueError: If an origin is none.
+    """
 
     def texts(name: str, default: tuple[str, ...]) -> tuple[str, ...]:
         given = getattr(args, f"allowed_{name}") or ()
@@ -60,7 +65,7 @@ def web_options(args: argparse.Namespace) -> WebOptions:
         admin_keys=tuple(args.admin_api_key),
         weights_dirs=tuple(Path(folder).resolve() for folder in args.weights_dir),
         has_open_metrics=args.metrics_without_key,
-        origins=texts("origins", ()),
+        origins=tuple(map(read_origin, texts("origins", ()))),
         methods=texts("methods", ("*",)),
         headers=texts("headers", ("*",)),
         has_credentials=args.allow_credentials,
@@ -77,16 +82,28 @@ def is_local_name(host: str | None) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-def is_origin(text: str) -> bool:
-    """Whether a text is an origin, as browsers send it."""
-    if text == "null":
-        return True
-    try:
-        parts = urlsplit(text)
-        is_host = bool(parts.scheme and parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-    return is_host and text == f"{parts.scheme}://{parts.netloc.lower()}" and "@" not in text
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+_USUAL_PORTS = {"http": 80, "https": 443}
+
+
+def read_origin(text: str) -> str:
+    """An origin as browsers send it: in small letters, without the usual port of its scheme.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if text in ("*", "null"):
+        return text
+    match = _ORIGIN.fullmatch(text.lower())
+    if match is None or (match[3] and not 0 < int(match[3]) < 2**16):
+        raise ValueError(
+            f"{text!r} is no origin, such as https://pages.example or http://localhost:8080: a "
+            "scheme, a name in ASCII and perhaps a port, without a path. Give several as words or "
+            "as a JSON list; * alone allows all"
+        )
+    scheme, host, port = match.groups()
+    is_usual = port is None or int(port) == _USUAL_PORTS.get(scheme)
+    return f"{scheme}://{host}" + ("" if is_usual else f":{int(port)}")
 
 
 def texts_of_option(text: str) -> list[str]:

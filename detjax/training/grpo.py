@@ -292,7 +292,7 @@ def _drop_later_rows(out: Path | None, mode: str, seed: int, *, first_step: int)
     They are made again. What is taken out goes to `LATER_ROWS_FILE`.
 
     Raises:
-        ValueError: If a step between the first row, the state and the last row has no row.
+        ValueError: If a step between the first row that is kept and the state has no row.
     """
     rows = [] if out is None else read_rows(out)
     own = [row for row in rows if (row["rollout"], row["seed"]) == (mode, seed)]
@@ -300,12 +300,12 @@ def _drop_later_rows(out: Path | None, mode: str, seed: int, *, first_step: int)
     if out is None or not own:
         return
     steps = {row["step"] for row in own}
-    for step in range(min(*steps, first_step), max(*steps, first_step - 1) + 1):
+    for step in range(min(steps), first_step):
         if step not in steps:
             raise ValueError(
                 f"{out / ROWS_FILE} has no row of step {step} of the {mode} rollout with seed "
-                f"{seed}, between its steps {min(steps)} and {max(steps)} and step {first_step}, "
-                "with which this run goes on; give another --output"
+                f"{seed}, between its step {min(steps)} and step {first_step}, with which this run "
+                "goes on; give another --output"
             )
     if not later:
         return

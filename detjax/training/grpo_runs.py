@@ -35,7 +35,8 @@ def claimed_files(args: GrpoArgs) -> Iterator[TextIO | None]:
     """Take the folders of `--save` and `--output` for this command, before a model is loaded.
 
     A run that resumes adds to what is there. A new one writes over nothing, and a second one that
-    is started beside it is refused. What is still empty at the end is removed.
+    is started beside it is refused. At the end the folders and the file that this made are
+    removed if they are still empty; `--save` and `--output` themselves stay.
 
     Yields:
         `rows.jsonl`, open to append to; None without `--output`.
@@ -52,21 +53,29 @@ def claimed_files(args: GrpoArgs) -> Iterator[TextIO | None]:
 
 @contextlib.contextmanager
 def _claimed_states(args: GrpoArgs) -> Iterator[None]:
-    last = save_folder(args, args.steps, args.seeds[0])
-    for stop in save_stops(args, 0) if args.resume is None else ():
-        folder = save_folder(args, stop, args.seeds[0])
-        check_no_state(folder)
-        if folder.exists():
-            raise ValueError(
-                f"{folder} exists: an earlier or a running run saves there. Give another --save, "
-                f"delete what an ended run has left, or continue it with --resume {args.save}"
-            )
-    check_can_save(last)
+    made = []
     try:
+        for stop in save_stops(args, 0) if args.resume is None else ():
+            folder = save_folder(args, stop, args.seeds[0])
+            check_no_state(folder)
+            try:
+                # WHY: it makes the folder or fails, so that of two commands at once one is refused.
+                folder.mkdir(parents=True)
+            except FileExistsError as error:
+                raise ValueError(
+                    f"{folder} exists: an earlier or a running run saves there. Give another "
+                    "--save, delete what an ended run has left, or continue it with --resume "
+                    f"{args.save}"
+                ) from error
+            made.append(folder)
+        last = save_folder(args, args.steps, args.seeds[0])
+        made += [] if last.exists() else [last]
+        check_can_save(last)
         yield
     finally:
-        with contextlib.suppress(OSError):  # it holds a state, as it should
-            last.rmdir()
+        for folder in made:
+            with contextlib.suppress(OSError):  # it holds a state, as it should
+                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -75,6 +84,7 @@ def _claimed_rows(args: GrpoArgs, out: Path) -> Iterator[TextIO]:
     path = out / ROWS_FILE
     if args.resume is None and (out / RUNS_FILE).exists():
         raise ValueError(_taken(out, RUNS_FILE))
+    was_there = path.exists()
     try:
         # WHY: "x" makes the file or fails, so that of two commands at once one is refused.
         file = path.open("x" if args.resume is None else "a", encoding="utf-8")
@@ -84,7 +94,7 @@ def _claimed_rows(args: GrpoArgs, out: Path) -> Iterator[TextIO]:
         with file:
             yield file
     finally:
-        if path.is_file() and not path.stat().st_size:
+        if not was_there and path.is_file() and not path.stat().st_size:
             path.unlink()
 
 

@@ -397,12 +397,11 @@ def test_rows_behind_a_state_are_made_again_and_the_others_stay(tmp_path):
     assert grpo.read_rows(tmp_path) == [rows[0], rows[2], rows[1]]
     later = (tmp_path / grpo.LATER_ROWS_FILE).read_text().splitlines()
     assert [json.loads(line) for line in later] == [rows[1], rows[3]]
-    for steps, first_step, missing in (
-        ((0, 2, 3), 1, 1),
-        ((0, 2, 3), 4, 1),
-        ((0, 1), 4, 2),
-        ((3, 4), 1, 1),
-    ):
+    for steps, first_step, kept in (((0, 2, 3), 1, [0]), ((3, 4), 1, []), ((3, 4), 5, [3, 4])):
+        path.write_text("".join(json.dumps(rows[0] | {"step": step}) + "\n" for step in steps))
+        grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=first_step)
+        assert [row["step"] for row in grpo.read_rows(tmp_path)] == kept  # the others come again
+    for steps, first_step, missing in (((0, 2, 3), 3, 1), ((0, 2, 3), 4, 1), ((0, 1), 4, 2)):
         path.write_text("".join(json.dumps(rows[0] | {"step": step}) + "\n" for step in steps))
         with pytest.raises(ValueError, match=f"rows.jsonl has no row of step {missing} of the inv"):
             grpo._drop_later_rows(tmp_path, "invariant", 0, first_step=first_step)

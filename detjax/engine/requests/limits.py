@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
+import numpy as np
+
 MAX_LOGIT_BIASES = 1024
 """Tokens that a request may bias."""
 
@@ -62,6 +64,13 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
     return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, also NumPy's, as Python's own."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return bool(value)
 
 
 def token_ids_of(name: str, values: Any, most: int | None = None) -> tuple[int, ...]:
