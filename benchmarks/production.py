@@ -66,6 +66,8 @@ WINDOW = 16
 """Tokens of a verification, few enough for the kernels of decode."""
 REFERENCE_WINDOW, BULK = 256, 4096
 """Tokens of the reference's windows, and of its prefill of what comes before them."""
+DRAFTS = 7
+"""Of a window whose tokens one launch rotates and attends from: `MOST_NEW_TOKENS` less one."""
 CONTEXT = 131072
 QWEN3_YARN = RopeConfig(
     theta=1e6, kind=RopeKind.YARN, factor=4.0, original_max_position=32768, beta_fast=32.0,
@@ -89,6 +91,7 @@ class Part:
         rope: Of the rotary embedding, if another than the model's.
         is_compiled_ahead: All programs are, not those alone that the lists need.
         is_scored: Every answer is also scored, as a prompt.
+        is_predicted: Each list is asked again, with drafts made of its own answers.
     """
 
     name: str
@@ -98,6 +101,7 @@ class Part:
     rope: RopeConfig | None = None
     is_compiled_ahead: bool = True
     is_scored: bool = False
+    is_predicted: bool = False
 
 
 def parts(limit_tokens: int) -> Iterator[Part]:
@@ -200,6 +204,29 @@ def parts(limit_tokens: int) -> Iterator[Part]:
         },
         batches=[short[:128], middle[-8:], short[40:41]],
         skipped_pages=0.5,
+    )
+    windowed = short + [a for a in middle if a.length < 4000]
+    yield Part(
+        name="drafts",
+        config=base
+        | eight
+        | {
+            "batch_size": 16,
+            "max_len": 4096,
+            "decode_batches": (1, 2, 4),
+            "decode_lens": (512, 1024),
+            "verify_window": DRAFTS + 1,
+            "verify_rows": 16,
+            "verify_batches": (1, 2, 4),
+            "has_prompt_lookup": True,
+        },
+        batches=[
+            windowed[::5],
+            *(windowed[-n:] for n in (1, 2, 4)),
+            *(short[10 - n : 10] for n in (1, 2, 4)),
+        ],
+        skipped_pages=0.6,
+        is_predicted=True,
     )
     yield Part(
         name="adjusted",
@@ -442,6 +469,27 @@ class Suite:
         local = outcome.num_local_pages
         return cache_bytes(self.model, outcome.num_pages, num_local_pages=local)
 
+    def _asked(
+        self, engine: Engine, part: Part, drawn_requests: list[DrawnRequest]
+    ) -> list[tuple[DrawnRequest, list[Kept]]]:
+        """The answers to one list, to every request as often as the part asks it."""
+        is_deterministic = part.config.get("mode") != "fast"
+        requests = [
+            a.request(self.texts, is_deterministic=is_deterministic) for a in drawn_requests
+        ]
+        got = engine.generate([_scored(r) if part.is_scored else r for r in requests])
+        answers = [(a, kept(c)) for a, c in zip(drawn_requests, got, strict=True)]
+        if part.is_scored:
+            answers += scores(engine, drawn_requests, requests, got)
+        if part.is_predicted:
+            with_drafts = [
+                dataclasses.replace(request, predicted_token_ids=predicted(drawn, completion))
+                for drawn, request, completion in zip(drawn_requests, requests, got, strict=True)
+            ]
+            again = engine.generate(with_drafts)
+            answers += [(a, kept(c)) for a, c in zip(drawn_requests, again, strict=True)]
+        return answers
+
     def run(self, part: Part) -> Outcome:
         """Ask a part's engine everything; its cache is free again afterwards."""
         begin = time.perf_counter()
@@ -468,19 +516,12 @@ class Suite:
         pages = engine._scheduler.pools[0]
         held = pages.allocate(skipped)
         answers, error = [], ""
-        is_deterministic = config.mode != "fast"
         for drawn_requests in part.batches:
-            requests = [
-                a.request(self.texts, is_deterministic=is_deterministic) for a in drawn_requests
-            ]
             try:
-                got = engine.generate([_scored(r) if part.is_scored else r for r in requests])
-                if part.is_scored:
-                    answers += scores(engine, drawn_requests, requests, got)
+                answers += self._asked(engine, part, drawn_requests)
             except (FloatingPointError, RuntimeError) as raised:
                 error = _name(raised)
                 break
-            answers += [(a, kept(c)) for a, c in zip(drawn_requests, got, strict=True)]
         pages.free(held)
         stats = engine.stats()
         num_compiled = stats.num_compiled
@@ -512,6 +553,14 @@ def _name(error: Exception) -> str:
 def _scored(request: Request) -> Request:
     sampling = dataclasses.replace(request.sampling, prompt_logprobs=0)
     return dataclasses.replace(request, sampling=sampling)
+
+
+def predicted(drawn: DrawnRequest, completion: Completion) -> tuple[int, ...]:
+    """Drafts: an answer, of two in three with a wrong token somewhere."""
+    ids = list(completion.token_ids)
+    if drawn.idx % 3:
+        ids[7 * drawn.idx % len(ids)] ^= 1
+    return tuple(ids)
 
 
 def scores(
@@ -616,6 +665,8 @@ def report(suite: Suite, outcome: Outcome, want: dict[int, list[Kept]], rows: Ro
     )  # fmt: skip
     if outcome.part.name == "control":
         return wrong > 0
+    if outcome.part.is_predicted and not outcome.windows > outcome.rollbacks > 0:
+        return False  # not every draft was right, nor wrong
     return wrong == 0 and compared > 0 and not outcome.error
 
 

@@ -72,6 +72,10 @@ def _run(args: Sequence[str]) -> int:
             cli = HarnessCLI()
             try:
                 cli.execute(cli.parse_args())
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] == "detjax":
+                    raise RuntimeError(f"this copy of detjax lacks {error.name}") from error
+                raise
             except TemplateError as error:
                 raise ValueError(f"a template does not fit the task's data: {error}") from error
     finally:

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from detjax.models.config import LinearAttentionConfig, ModelConfig
 from detjax.models.registry import family_named
 from detjax.numerics import NumericsProfile, tree_reduction
 from detjax.pallas_kernels.attention import sm90 as attention
+from detjax.pallas_kernels.attention.sm90_decode_cluster import merges_in_memory
 from detjax.pallas_kernels.linear.sm90 import normalises_input
 from detjax.pallas_kernels.linear.tiles import MatmulTiles, Product, Rows, TallTiles, choose_tiles
 from detjax.pallas_kernels.rms_norm.sm90 import choose_schedule, row_sum
@@ -36,26 +37,50 @@ EIGHT_B = MODELS["llama3_8b"]
 # --------------------------------------------------------------------------------------- attention
 
 
-def way(batch: int, query_len: int, table_len: int, *, kv_heads=8, group=4, channels=128) -> str:
+def way(
+    batch: int, query_len: int, table_len: int, *, kv_heads: int, group: int, channels: int
+) -> str:
     """How attention spreads its work over CTAs: the kernels, and which of their branches."""
     if not attention.is_decode(query_len, group, channels, None):
         return "prefill"
-    config = attention.decode_config(
+    config_of = functools.partial(
+        attention.decode_config,
         batch=batch, query_len=query_len, kv_heads=kv_heads, group=group, channels=channels,
         table_len=table_len, per_split=PER_SPLIT,
     )  # fmt: skip
+    config = config_of(is_new=query_len <= attention.MOST_NEW_TOKENS)
+    is_new = query_len == 1 or config.cluster > 0
+    config = config if is_new else config_of()
+    in_memory = merges_in_memory(
+        query_len=query_len, group=group, channels=channels, splits=-(-table_len // PER_SPLIT),
+        cluster=config.cluster,
+    ) if config.cluster else False  # fmt: skip
     parts = [
-        "new token" if query_len == 1 and attention.FUSE_ROPE else "window",
+        ("new token" if query_len == 1 else "new window") if is_new else "window",
         f"cluster of {config.cluster}" if config.cluster
         else "sequences" if config.whole_sequences
         else f"splits, {config.merge_unroll[0]} at a time",
+        "split shared" if config.spread else "",
+        "merge in device memory" if in_memory else "",
+        "scores ahead" if config.scores_ahead else "",
     ]  # fmt: skip
-    return ", ".join(parts) + (", scores ahead" if config.scores_ahead else "")
+    return ", ".join(part for part in parts if part)
 
 
-def way_of(key: ProgramKey) -> str:
-    length = 1 if key.kind == "decode" else key.length
-    return way(key.rows, length, key.table_len)
+def ways_of(programs: Iterable[ProgramKey]) -> set[str]:
+    """The ways of these programs, of each model with which the suite has been run."""
+    taken = set()
+    for config in (EIGHT_B, MODELS["smollm2_135m"]):
+        heads = {
+            "kv_heads": config.num_kv_heads,
+            "group": config.num_heads // config.num_kv_heads,
+            "channels": config.head_dim,
+        }
+        for key in programs:
+            # The length of a decode program is its number of steps.
+            length = 1 if key.kind == "decode" else key.length
+            taken.add(way(key.rows, length, key.table_len, **heads))
+    return taken
 
 
 def reachable() -> Iterator[tuple[str, str]]:
@@ -74,33 +99,34 @@ def reachable() -> Iterator[tuple[str, str]]:
             }
             batches = [*range(1, 35), *range(63, 67), *range(127, 135), 192, 255, 256, 257]
             for batch, table_len in itertools.product(batches, tables):
-                for query_len in (1, 2, 16, 512):
+                for query_len in (1, 2, 4, 8, 16, 512):
                     shape = f"{name}, tp {tp}, {batch} x {query_len}, {table_len} pages"
                     yield way(batch, query_len, table_len, **heads), shape
 
 
 def test_the_suite_takes_every_way_through_attention():
-    taken = {way_of(key) for key in PROGRAMS}
+    taken = ways_of(PROGRAMS)
     missing = {}
     for name, shape in reachable():
         if name not in taken:
             missing.setdefault(name, shape)
     assert missing == {}
-    assert len(taken) > 8
+    assert len(taken) > 15
 
 
 @pytest.mark.control
 def test_control_a_suite_of_one_batch_size_misses_ways():
-    taken = {way_of(key) for key in PROGRAMS if key.rows == 8}
+    taken = ways_of([key for key in PROGRAMS if key.rows == 8])
     assert {name for name, _ in reachable()} - taken
 
 
 @pytest.mark.control
 def test_control_a_new_way_would_be_missed(monkeypatch):
-    taken = {way_of(key) for key in PROGRAMS}
+    taken = ways_of(PROGRAMS)
     monkeypatch.setattr(attention, "MAX_IN_CLUSTER", 16)
     monkeypatch.setattr(attention, "PARTIAL_BYTES", 64 << 10)
-    assert {name for name, _ in reachable()} - taken == {"new token, cluster of 16, scores ahead"}
+    missed = {name for name, _ in reachable()} - taken
+    assert {"new token, cluster of 16, scores ahead", "new window, cluster of 16"} <= missed
 
 
 # ---------------------------------------------------------------------------------------- products

@@ -101,8 +101,8 @@ def read_origin(text: str) -> str:
             "scheme, a name in ASCII and perhaps a port, without a path. Give several as words or "
             "as a JSON list; * alone allows all"
         )
-    scheme, host, port = match.groups()
-    is_usual = port is None or int(port) == _USUAL_PORTS.get(scheme)
+    scheme, host, port = match.groups(default="")
+    is_usual = not port or int(port) == _USUAL_PORTS.get(scheme)
     return f"{scheme}://{host}" + ("" if is_usual else f":{int(port)}")
 
 

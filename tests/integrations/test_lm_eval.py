@@ -238,6 +238,16 @@ def test_what_the_harness_lacks_and_a_template_that_does_not_fit_are_the_users(m
         assert says in line
 
 
+def test_a_module_that_detjax_lacks_is_a_fault_of_its_own(monkeypatch, capsys):
+    from lm_eval._cli import HarnessCLI
+
+    error = ModuleNotFoundError("No module named 'detjax.x'", name="detjax.x")
+    monkeypatch.setattr(HarnessCLI, "execute", Mock(side_effect=error))
+    assert detjax_eval.main(["--tasks", "detjax_sums", "--model", "hf"]) == 1
+    err = capsys.readouterr().err
+    assert "this copy of detjax lacks detjax.x" in err and "a fault of detjax" in err
+
+
 def test_help_is_of_detjax_and_needs_no_harness():
     program = "import sys, runpy; sys.modules['lm_eval'] = None; "
     program += "runpy.run_module('detjax.eval', run_name='__main__')"

@@ -19,6 +19,7 @@ from detjax.pallas_kernels.attention import (
     sm90_decode_run,
     sm90_prefill,
 )
+from detjax.pallas_kernels.attention.sm90_decode_cluster import merges_in_memory
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.output_gate.sm90 import sigmoid_gate
 from detjax.pallas_kernels.paged_cache import CachePlace
@@ -969,17 +970,39 @@ def test_new_tokens_with_sinks_are_bitwise_path_consistent(num_seqs):
     assert count_different_bits(bare[0], expected[0]) > 0  # control
 
 
+WINDOW_HEADS = (1, 128), (2, 64), (3, 64), (4, 128), (7, 64), (8, 64), (8, 128)
+
+
+def test_which_windows_merge_in_device_memory():
+    """Of eight tokens and three splits, by the number of CTAs of a cluster."""
+    found = {
+        heads: [
+            cluster
+            for cluster in (1, 2, 4, 8)
+            if merges_in_memory(
+                query_len=8, group=heads[0], channels=heads[1], splits=3, cluster=cluster
+            )
+        ]
+        for heads in WINDOW_HEADS
+    }
+    assert found == {
+        (1, 128): [], (2, 64): [], (3, 64): [], (4, 128): [1], (7, 64): [1], (8, 64): [1],
+        (8, 128): [1, 2],
+    }  # fmt: skip
+    # A single query goes through shared memory, whatever its heads are.
+    assert not merges_in_memory(query_len=1, group=64, channels=128, splits=8, cluster=1)
+
+
 @pytest.mark.gpu
 @pytest.mark.invariance
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize(
-    ("group", "channels"), [(1, 128), (2, 64), (3, 64), (4, 128), (7, 64), (8, 64), (8, 128)]
-)
+@pytest.mark.parametrize(("group", "channels"), WINDOW_HEADS)
 def test_windows_inside_decode_are_bitwise_schedule_invariant(group, channels, with_norm):
     """Windows on one page and on two, on one split and on two, and padding among them.
 
-    The partial results of one CTA that has all eight heads of 128 channels, 96 KiB, go through
-    device memory, and those of others through shared memory.
+    With up to eight tokens and three splits, partial results of one CTA for eight heads, and for
+    four of 128 channels or seven of 64, need more than `PARTIAL_BYTES` and go through device
+    memory; of two CTAs those for eight heads of 128 channels. All others go through shared memory.
     """
     contexts = [1, 127, 128, 130, 0, 511, 513, 516, 1100, 1500]
     case = new_tokens(

@@ -251,7 +251,8 @@ def test_origins_are_those_that_browsers_send(given, sent):
 @pytest.mark.parametrize(
     "origin",
     ["https://a/", "not an origin", "https://*.example", "https://a b", "https://\u00e4.example",
-     "https://a:0", "https://a:99999", "https://a,https://b", "https://u@a", "https://", "a:80", ""],
+     "https://a:0", "https://a:99999", "https://a,https://b", "https://u@a", "https://", "a:80",
+     ""],
 )  # fmt: skip
 def test_an_origin_that_no_browser_sends_is_refused(origin):
     with pytest.raises(InputError, match=f"^--allowed-origins {re.escape(repr(origin))} is no"):

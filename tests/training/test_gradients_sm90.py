@@ -94,6 +94,14 @@ CONFIGS |= {
     "lora_gemma3": CONFIGS["gemma3"],
     # Norms behind products alone, and over the whole of q and k.
     "lora_olmo2": published("Olmo2ForCausalLM", **SMALL, eos_token_id=2),
+    # Norms behind products, and over each head of q and k. A layer without a window is not rotated.
+    "lora_exaone4": published(
+        "Exaone4ForCausalLM",
+        **SMALL,
+        eos_token_id=2,
+        sliding_window=70,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     # Attention of gpt-oss: sinks, beside experts with biases and clamps.
     "lora_gpt_oss": dataclasses.replace(CONFIGS["biases"], has_sinks=True),
 }
@@ -105,6 +113,7 @@ ADAPTERS = {
     "lora_beside_experts": OF_ATTENTION,
     "lora_gemma3": LoraConfig(rank=8, alpha=16.0),
     "lora_olmo2": LoraConfig(rank=8, alpha=16.0),
+    "lora_exaone4": LoraConfig(rank=8, alpha=16.0),
     "lora_gpt_oss": OF_ATTENTION,
 }
 """The cases whose weights stay."""

@@ -42,7 +42,11 @@ def attend_clusters(job: Job, operands: Operands) -> jax.Array:
     is_window = job.query_len > 1
     table, pairs = operands.page_table, job.batch * job.kv_heads
     most_splits = -(-table.shape[1] // per_split)
-    in_memory = _is_merged_in_memory(job, most_splits)
+    # Interpretation knows no other CTA's shared memory.
+    in_memory = job.is_interpreted or merges_in_memory(
+        query_len=job.query_len, group=job.group, channels=job.channels, splits=most_splits,
+        cluster=cluster,
+    )  # fmt: skip
 
     def body(memory: Memory):
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
@@ -176,13 +180,15 @@ def _rows_merged(job: Job) -> int:
     return pl.cdiv(job.query_len, job.config.cluster) * job.group
 
 
-def _is_merged_in_memory(job: Job, most_splits: int) -> bool:
-    """Whether partial results go through device memory: those that shared memory does not hold.
+def merges_in_memory(
+    *, query_len: int, group: int, channels: int, splits: int, cluster: int
+) -> bool:
+    """Whether partial results go through device memory: a window's that shared memory cannot hold.
 
-    Interpretation knows no other CTA's shared memory either.
+    Those of one query fit, as `decode_config` gives it no cluster otherwise.
     """
-    num_bytes = most_splits * _rows_merged(job) * job.channels * 4
-    return job.is_interpreted or (job.query_len > 1 and num_bytes > PARTIAL_BYTES)
+    num_bytes = splits * pl.cdiv(query_len, cluster) * group * channels * 4
+    return query_len > 1 and num_bytes > PARTIAL_BYTES
 
 
 def first_row(job: Job, seq, kv_head):

@@ -42,9 +42,9 @@ class DecodeConfig:
         num_compute: Warpgroups of a CTA that compute, each its own runs: one begins and ends a run,
             or computes, while the pages of the other stream in. Not with `cluster`; with
             `whole_sequences` of new tokens alone.
-        cluster: CTAs that share the splits of a sequence and a kv head and merge them: of one query
-            a sequence in shared memory, of several new tokens in device memory. Of several tokens
-            that are not new, never. 0 leaves the merge to a second kernel.
+        cluster: CTAs that share the splits of a sequence and a kv head and merge them, in shared
+            memory, or those of a window in device memory if they do not fit. Of several tokens that
+            are not new, never. 0 leaves the merge to a second kernel.
         scores_ahead: Compute the scores of a block while the one before it takes its softmax. Of
             one query a sequence alone, and not with `whole_sequences`.
         spread: A cluster's CTAs share each split, one a block; `cluster` counts them all. Of new

@@ -123,8 +123,6 @@ class NewToken:
 
     def _ask_ahead(self, new, first_token, kv_head) -> None:
         """Ask what `prepare` will load of all tokens into the L1 cache, a line a thread."""
-        if self.is_interpreted:
-            return
         qkv, cos, sin, *_ = new
         first_query, num_heads = kv_head * self.group, self.kv_heads * self.group
         heads = (
