@@ -385,6 +385,7 @@ def engines() -> list[str]:
 
 _BESIDES = {
     "loop": ", 8 tokens a launch",
+    "drafts": ", drafts of the answer itself",
     "adjusted": ", biases, penalties, masks; scored again",
     "yarn": ", YaRN",
 }
