@@ -322,6 +322,43 @@ def test_a_program_compiled_while_others_run_is_checked_on_pages_of_nobody(evide
     assert again.stats().num_self_checked == again.stats().num_compiled == 0
 
 
+@pytest.mark.control
+def test_a_check_runs_no_program_of_an_engine_with_shorter_tables(monkeypatch, evidence, idle_time):
+    """Behind their end is no page: a GPU stopped at an address that was none.
+
+    The control is a check that may run them, as it once did.
+    """
+    sizes = {"num_pages": 24, "batch_size": 2}
+    short = make_engine(**sizes, max_len=256)
+    short.generate(requests(1))
+
+    def compiled() -> tuple[Engine, set[int]]:
+        config = dataclasses.replace(short._config, max_len=MAX_LEN, prefill_chunk=64)
+        made, ran = Engine(model(), config, programs=short.programs), set()
+        run_check = made._runner._device.run_check
+
+        def noting(key, *operands, **options):
+            ran.add(key.table_len)
+            return run_check(key, *operands, **options)
+
+        monkeypatch.setattr(made._runner._device, "run_check", noting)
+        made.compile()
+        made.generate(requests())
+        while made.check_idle():
+            pass
+        return made, ran
+
+    made, ran = compiled()
+    assert ran == {MAX_LEN // 128} and not made.stats().num_self_check_differences
+    assert made.stats().num_self_checked > 1 and not made.stats().num_self_unchecked
+    monkeypatch.setattr(
+        ready_programs.ReadyPrograms, "_own", lambda self, keys: [*self.cache, *keys]
+    )
+    made.programs.checked.clear()
+    with pytest.raises(ValueError, match="behind the 2 pages of prefill invariant 1x32"):
+        compiled()
+
+
 # ------------------------------------------------------------------------------ after a difference
 
 

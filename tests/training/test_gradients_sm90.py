@@ -224,8 +224,8 @@ def test_gradients_on_a_gpu_are_near_those_of_the_reference(case, sequences):
     of 256 channels) differ by some 2**-20, so one element in 2**11 is rounded to another bfloat16,
     2**-8 away: an error of 2**-8 * 2**-5.5 = 9e-5 of the norm. Some thirty roundings of a layer and
     of the log-softmax, at random: 5e-4. Ten times that is allowed, for tensors whose terms cancel.
-    Two layers have twice as many roundings, which add up as the root of two. Seen on an H200: 0.11 %
-    of one layer, 0.60 % of two (OLMo), where 0.71 % is allowed.
+    Two layers have twice as many roundings, which add up as the root of two. An H200 had 0.11 % of
+    one layer and 0.60 % of two (OLMo), where 0.71 % is allowed.
     """
     bound = 5e-3 * CONFIGS[case].num_layers ** 0.5
     expected = gradient(trainer(case, Backend.REFERENCE), sequences, 4)

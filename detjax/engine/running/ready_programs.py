@@ -43,7 +43,6 @@ from detjax.engine.self_check.probes import IdlePages
 from detjax.engine.self_check.program_check import (
     check_programs,
     checkable_keys,
-    is_checkable,
     leaves_for,
     rank_in_check,
 )
@@ -259,7 +258,7 @@ class ReadyPrograms:
             self.cache.checked.update(self._check(forward, None, checked))
         for kind in CHOICES:
             some = [key for key in choices if (key.with_filters, key.num_top) == kind]
-            known = {leaves_for(key, (*self.cache, *keys)): key for key in some}
+            known = {leaves_for(key, self._own(keys)): key for key in some}
             if before := [key for key in known if key is not None]:
                 done = self._check(before, kind, lambda key, known=known: checked(known[key]))
                 self.cache.checked.update(known[key] for key in done)
@@ -293,17 +292,23 @@ class ReadyPrograms:
         if not count:
             return
         end_s = time.perf_counter()
-        self._stats.num_self_unchecked = sum(
-            is_checkable(key) and key not in self.cache.checked for key in self.cache
-        )
+        self._stats.num_self_unchecked = sum(key not in self.cache.checked for key in self._own(()))
         self._stats.self_check_s += end_s - begin_s
         self._trace.span(trace.HOST, "self-check", begin_s, end_s, programs=count)
 
     def _reference_key(self, keys: abc.Sequence[ProgramKey]) -> ProgramKey:
         """The prefill of the fewest tokens, of those that are compiled or among `keys`."""
-        wanted = (*self.cache, *keys, *program_keys(self._config)[:1])
-        known = [key for key in wanted if key.kind == "prefill" and is_checkable(key)]
+        own = self._own((*keys, *program_keys(self._config)[:1]))
+        known = [key for key in own if isinstance(key, ProgramKey) and key.kind == "prefill"]
         return min(known, key=lambda key: (key.leaves_hidden, key.rows, key.length))
+
+    def _own(self, keys: abc.Iterable[AnyKey]) -> list[AnyKey]:
+        """The programs that are compiled or among `keys` and that this configuration can check.
+
+        WHY: another engine that shares the cache may have shorter page tables. A position behind
+        their end has no page, and a kernel would write at an address that is none.
+        """
+        return [key for key in (*self.cache, *keys) if key in self._checkable]
 
     def _idle(self) -> tuple[IdlePages, IdlePages | None]:
         """Pages that nobody holds, and those of local layers if they have their own."""

@@ -25,7 +25,7 @@ from detjax.engine.scheduling.kv_cache import PagePool
 from detjax.engine.scheduling.local_pages import LocalPages
 from detjax.engine.self_check.claim import Claim
 from detjax.engine.self_check.evidence import CheckDifference
-from detjax.engine.self_check.program_check import is_checkable
+from detjax.engine.self_check.program_check import checkable_keys
 from detjax.engine.self_check.rows import scratch_slots
 
 SHARE = 0.01
@@ -85,6 +85,8 @@ class Rechecks:
             stats: Where checks are counted.
         """
         self._config, self._runner, self._pools = config, runner, pools
+        # An engine that shares the programs may have others, with other page tables.
+        self._checkable = frozenset(checkable_keys(config))
         self._local_pages = local_pages
         self._claim, self._stats = claim, stats
         self._waiting: deque[_ReleasedToken] = deque()
@@ -182,7 +184,7 @@ class Rechecks:
         found = [
             key
             for key in self._runner.programs
-            if key.kind == "prefill" and is_checkable(key) and not key.leaves_hidden
+            if key.kind == "prefill" and key in self._checkable and not key.leaves_hidden
         ]
         count = len(answer.before)
         return min(found, key=lambda k: -(-count // k.length) * k.length * k.rows, default=None)

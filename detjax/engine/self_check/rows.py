@@ -134,7 +134,12 @@ class RowMaker:
     def prefill(
         self, key: ProgramKey, chunks: Sequence[tuple[int, int, int, Sequence[int]]]
     ) -> tuple[np.ndarray, SamplingRows]:
-        """Operands of a prefill of (row, probe, offset behind its position, token ids)."""
+        """Operands of a prefill of (row, probe, offset behind its position, token ids).
+
+        Raises:
+            ValueError: If tokens lie behind the end of the program's page tables, where a kernel
+                would write at an address that is none.
+        """
         dp, no_slot = self._config.num_replicas, self._config.num_slots
         operands = PrefillOperands.padding(
             dp * key.rows,
@@ -146,11 +151,17 @@ class RowMaker:
         sampling = [IDLE_ROW] * key.rows
         for row, probe, offset, ids in chunks:
             sampling[row] = self._placement.probes[probe].sampling
+            start = self._placement.probes[probe].position + offset
+            if start + len(ids) > key.table_len * self._config.page_len:
+                raise ValueError(
+                    f"tokens from {start} to {start + len(ids) - 1} lie behind the "
+                    f"{key.table_len} pages of {key.name}"
+                )
             for replica in range(dp):
                 at = replica * key.rows + row
                 # A choice program finds a row's sampling by its slot.
                 operands.slot[at] = min(row, no_slot)
-                operands.start[at] = self._placement.probes[probe].position + offset
+                operands.start[at] = start
                 operands.count[at] = len(ids)
                 operands.token_ids[at, : len(ids)] = ids
                 places = self._placement.places
