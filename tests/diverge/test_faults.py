@@ -2,6 +2,7 @@
 """Planted faults: the token, the layer and the operation that are named are those of the fault."""
 
 import dataclasses
+import re
 from functools import cache
 
 import jax.numpy as jnp
@@ -241,8 +242,13 @@ def test_a_draft_accepted_too_many_is_found_as_a_token_that_was_run_and_not_answ
     monkeypatch.setitem(FORWARD_PATHS, "fast", (forward_fast, wrong_drafts))
     found = find("", "mode=dvr")
     assert found.token is not None
-    why = "b ran 200 and answered 131"
+    why = ": what follows was not for it"
     assert_site(found, "ids", layer=None, position=found.token.position - 1, why=why)
+    assert found.site is not None
+    ran, answered = map(int, re.findall(r"\d+", found.site.cause))
+    # The last token that both answered is that of `a`; what `b` ran in its place is the draft.
+    assert (str(ran), str(answered)) == (found.site.b.value, found.site.a.value)
+    assert ran != answered
 
 
 @pytest.mark.nightly
