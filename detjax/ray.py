@@ -44,7 +44,7 @@ class Server:
     def __init__(self, argv: Sequence[str]):
         """Open the model of these options."""
         args = make_parser().parse(argv)
-        logging.getLogger("detjax.server").setLevel(args.log_level.upper())
+        logging.getLogger("detjax").setLevel(args.log_level.upper())
         logging.getLogger(ACCESS_LOG).addFilter(access_filter(args))
         self._service = Service(open_model(args), make_limits(args))
         # WHY: Ray's proxy listens, on an address and under names of its own.

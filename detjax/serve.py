@@ -252,6 +252,11 @@ def _run(args: argparse.Namespace) -> int:
     check_options(args)
     with bad_input(rephrase=partial(in_flags, options=ENGINE_OPTIONS), kinds=(ImportError,)):
         job = None if args.warm else find_job(args.coordinator, args.num_processes, args.process_id)
+        if job is not None and (args.enable_lora or args.lora_modules):
+            raise InputError(
+                "--enable-lora and --lora-modules do not go with a job of "
+                f"{job.num_processes} processes; serve adapters by one process"
+            )
         serves = not args.warm and (job is None or job.process_id == 0)
         with listen(args.host, args.port) if serves else contextlib.nullcontext() as listener:
             check_files(args)
@@ -384,11 +389,9 @@ def log_to_stderr(level: str) -> None:
     # WHY: a handler of its own, as libraries that load later replace those of the root logger.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    # The second says what is compiled while requests wait.
-    for name in ("detjax.server", "detjax.engine.running.ready_programs"):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(level.upper())
+    log = logging.getLogger("detjax")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(level.upper())
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from detjax.cli.errors import InputError, bad_input
 from detjax.cli.options import (
     NO_CACHE,
     check_drafts,
+    flag_like,
     read_lora_modules,
     read_speculative_config,
 )
@@ -193,10 +194,12 @@ def open_model(
     with processes.working():
         with bad_input("--model: "):
             processes.check_same_model(files.folder)
+        for what, value in _shared_settings(args).items():
+            processes.check_same(what, repr(value))
         model, reason = _load(args, files.folder, processes, progress, max_len)
         draft_model = _load_drafts(args, files, model, processes.telling(progress))
         model, adapters = _open_adapters(args, model)
-    processes.check_same("settings", f"{model.fingerprint} {_shared_settings(args)}")
+    processes.check_same("settings", model.fingerprint)
     share = args.gpu_memory_utilization
     if share is not None and model.backend.platform == "cpu":
         raise InputError(
@@ -248,12 +251,13 @@ def _load_drafts(
         return load_drafts(speculative, model=model, tokenizer=files.tokenizer, progress=progress)
 
 
-def _shared_settings(args: GenerateArgs) -> str:
-    """The options that all processes of a job are given alike."""
+def _shared_settings(args: GenerateArgs) -> dict[str, Any]:
+    """The options that all processes of a job are given alike, by their flags."""
     options = dataclasses.asdict(args)
+    del options["given"]
+    shared = {flag_like(name): value for name, value in options.items() if name not in OWN_OPTIONS}
     # A set is written in another order by each process.
-    options["given"] = sorted(args.given - OWN_OPTIONS)
-    return repr({name: value for name, value in options.items() if name not in OWN_OPTIONS})
+    return shared | {"options": sorted(args.given - OWN_OPTIONS)}
 
 
 def _load(

@@ -351,11 +351,12 @@ MAX_LORAS = Option(
 )  # fmt: skip
 MAX_LORA_RANK = Option(
     name="max_lora_rank", parse=int, default=defaults.MAX_LORA_RANK,
-    help="highest rank of a LoRA adapter, at most 128",
+    help="highest rank of a LoRA adapter, rounded up to a power of two from 16 to 128",
 )  # fmt: skip
 MAX_EXPERT_LORA_RANK = Option(
     name="max_expert_lora_rank", parse=int, default=0,
-    help="highest rank of a LoRA adapter of a mixture's experts, at most 128; 0: no such adapters",
+    help="highest rank of a LoRA adapter of a mixture's experts, rounded up likewise; 0: no such "
+    "adapters",
 )  # fmt: skip
 DECODE_STEPS = replace(
     of_field(EngineConfig, "decode_steps"),

@@ -92,6 +92,11 @@ class StepsRequests(Protocol):
         ...
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices."""
+        ...
+
+    @property
     def outputs_lease(self) -> OutputsLease:
         """Which `AsyncEngine` steps it."""
         ...

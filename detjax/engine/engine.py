@@ -322,7 +322,8 @@ class Engine:
         max_waiting = self._config.max_waiting
         if num_queued + request.sampling.num_sequences > max_waiting:
             raise EngineFullError(
-                f"{num_queued} sequences wait, and {max_waiting=}; try again later, or raise it",
+                f"{num_queued} sequences wait, {request.sampling.num_sequences} more would, and "
+                f"{max_waiting=}; try again later, or raise it",
                 max_waiting=max_waiting,
             )
 
@@ -497,6 +498,11 @@ class Engine:
     def is_asleep(self) -> bool:
         """Whether weights or cache are not on the devices; no request can run then."""
         return self._sleep.is_asleep
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices: also those of an update while it is asleep."""
+        return self._sleep.has_weights
 
     def _forget_computed(self) -> None:
         """Forget what the weights of now have computed and no request holds."""

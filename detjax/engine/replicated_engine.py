@@ -299,7 +299,8 @@ class ReplicatedEngine:
             ValueError: Always.
         """
         raise ValueError(
-            "the prefix cache of a server of several processes cannot be reset; start it again"
+            "the prefix cache of a server of several processes cannot be cleared; pause it with "
+            "clear_cache=false, or start it again"
         )
 
     @property
@@ -349,6 +350,11 @@ class ReplicatedEngine:
     def is_asleep(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def has_weights(self) -> bool:
+        """Always."""
+        return True
 
     def check_idle(self) -> bool:
         """Nothing: a check is a launch, and the other processes would not make it."""

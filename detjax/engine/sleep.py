@@ -27,6 +27,11 @@ class Sleep:
         """Whether anything is away."""
         return not (self._has_weights and self._has_cache)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices."""
+        return self._has_weights
+
     def refuse_if_asleep(self) -> None:
         """Refuse what needs weights and cache.
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,7 +101,8 @@ class LoadedModel:
                 buffers of the mesh (`exchange`), which stay. The old arrays are deleted.
 
         Raises:
-            ValueError: If a weight does not fit, naming it; nothing is replaced then.
+            ValueError: If a weight does not fit or has a value that is not finite, naming it;
+                nothing is replaced then.
         """
         old = self.own_weights()
         if jax.tree.structure(old) != jax.tree.structure(weights):
@@ -113,6 +116,7 @@ class LoadedModel:
                     f"weight {jax.tree_util.keystr(path)} is {new.dtype}{new.shape} on "
                     f"{new.sharding}; the model's is {have.dtype}{have.shape} on {have.sharding}"
                 )
+        _check_finite(weights, self.mesh)
         kept = {id(leaf) for leaf in jax.tree.leaves(weights)}
         self.params.update(weights)
         for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(old)}.values():
@@ -280,12 +284,46 @@ def _check_config(folder: Path, config: ModelConfig) -> None:
     """Refuse a config.json of another model. Length of context and end tokens stay as they are."""
     found = load_config(folder).shortened(config.max_position_embeddings)
     for field in dataclasses.fields(config):
-        theirs, ours = getattr(found, field.name), getattr(config, field.name)
-        if theirs != ours and field.name not in _NOT_OF_WEIGHTS:
-            raise ValueError(
-                f"{folder / 'config.json'} has {field.name}={theirs!r}, and this model "
-                f"{field.name}={ours!r}; weights of another model need a server of their own"
+        name, theirs, ours = field.name, getattr(found, field.name), getattr(config, field.name)
+        if theirs == ours or name in _NOT_OF_WEIGHTS:
+            continue
+        if dataclasses.is_dataclass(theirs) and type(theirs) is type(ours):
+            # Of a form of positions, or of experts, the part that differs.
+            part = next(
+                part.name
+                for part in dataclasses.fields(theirs)
+                if getattr(theirs, part.name) != getattr(ours, part.name)
             )
+            name, theirs, ours = f"{name}.{part}", getattr(theirs, part), getattr(ours, part)
+        raise ValueError(
+            f"{folder / 'config.json'} has {name}={theirs!r}, and this model {name}={ours!r}; "
+            "weights of another model need a server of their own"
+        )
+
+
+def _check_finite(weights: dict, mesh: Mesh) -> None:
+    """Refuse NaN and infinity: every answer would be an error, and the old weights would be gone.
+
+    Raises:
+        ValueError: Naming the first such weight.
+    """
+    named = [
+        (path, leaf)
+        for path, leaf in jax.tree.leaves_with_path(weights)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    everywhere = NamedSharding(mesh, P())
+    are_finite = jax.jit(_are_finite, out_shardings=everywhere)([leaf for _, leaf in named])
+    for (path, _), is_finite in zip(named, np.asarray(are_finite), strict=True):
+        if not is_finite:
+            raise ValueError(
+                f"weight {jax.tree_util.keystr(path)} has a value that is not finite; the old "
+                "weights stay"
+            )
+
+
+def _are_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
 def _file_states(folder: Path) -> dict[str, tuple[int, int, int]]:

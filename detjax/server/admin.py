@@ -127,7 +127,10 @@ class WakeUpRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tags: list[Literal["weights", "kv_cache"]] = []
 
 
-AdapterName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+AdapterName = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[^\s\x00-\x1f\x7f-\x9f]+$")
+]
+"""Without white space and control characters: clients and logs show names in lines."""
 
 
 class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

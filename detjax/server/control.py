@@ -169,9 +169,15 @@ class Control:
                 await _to_its_end(self._changed(sleep))
 
     async def wake_up(self, *, weights: bool, cache: bool) -> None:
-        """Bring back what sleeps; requests have their turn once everything is there."""
+        """Bring back what sleeps; requests have their turn once everything is there.
+
+        Of an engine that is awake nothing is asked, so that open requests are not waited for.
+        """
         service = self._service
         with self._alone("a wake-up"):
+            if not service.model.engine.is_asleep:
+                service.turns.end(Hold.SLEEPING)
+                return
             wake = functools.partial(service.model.engine.wake_up, weights=weights, cache=cache)
             await _to_its_end(self._changed(wake))
             if not service.model.engine.is_asleep:
@@ -229,7 +235,7 @@ class Control:
                 f"the device has failed: {error}", status=500, code="change_failed"
             ) from error
         finally:
-            if not engine.is_asleep:
+            if engine.has_weights:
                 await service.identify()
 
     def _allowed(self, folder: str, field: str = "model_path") -> Path:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from detjax.cli.errors import BAD_INPUT, INTERNAL_ERROR, OK
+from detjax.cli.options import flag_like
 from detjax.engine.replicated_engine import ReplicatedEngine, follow
 from detjax.llm import LLM
 from detjax.models.hub import find_model
@@ -23,6 +24,13 @@ FAILED_S = 5.0
 """How long process 0 answers with what has ended the job before it ends as well."""
 
 _DRAIN = b"drain"
+
+SHARED_OPTIONS = (
+    "dtype", "cast_weights", "quantized_weights", "kv_cache_dtype", "backend", "mode",
+    "decode_steps", "tp", "dp", "max_len", "batch_size", "decode_batches",
+    "max_num_batched_tokens", "max_waiting", "self_check",
+)  # fmt: skip
+"""Options that every process of a job is given alike."""
 
 
 OpenLLM = Callable[[argparse.Namespace, int], LLM]
@@ -57,6 +65,10 @@ def _open(args: argparse.Namespace, job: JobSpec, watch: Watch, open_llm: OpenLL
     with _ending(job), watch.working():
         folder = find_model(args.model, revision=args.revision)
         watch.check_same("files of the model", model_hash(folder))
+        # WHY: each by its name, and before anything is compiled. What follows from them is compared
+        # once it is known.
+        for name in SHARED_OPTIONS:
+            watch.check_same(flag_like(name), repr(getattr(args, name)))
         llm = open_llm(args, job.num_processes)
         watch.check_same("settings", f"{llm.config.fingerprint} {llm.config.engine}")
     return llm

@@ -32,7 +32,7 @@ GAUGES = {
     "num_pages_cached": "Pages kept for their content alone.",
     "num_local_pages": "Pages of local layers, where they have fewer than the others.",
     "num_local_pages_held": "Of these, what sequences and a check of an answer hold.",
-    "num_adapters": "Adapters that requests may name.",
+    "num_adapters": "Adapters that requests may name; two names of the same weights are one.",
 }
 COUNTERS = {
     "num_requests": "Requests.",

@@ -26,6 +26,9 @@ from detjax.server.service import Service
 
 LOG = logging.getLogger("detjax.server")
 
+_MOST_NAMES = 8
+"""Adapters that the message about an unknown model lists."""
+
 LARGE_BODY = 2**18
 """Bytes of a body beyond which no two are parsed without a look at others between."""
 
@@ -150,9 +153,12 @@ class RequestReader:
             if adapter is not None:
                 return adapter
             adapters = [] if model.adapters is None else [one.name for one in model.adapters]
-            names = " and ".join(map(repr, [served, *adapters]))
+            some = [*map(repr, [served, *adapters[:_MOST_NAMES]])]
+            if more := len(adapters[_MOST_NAMES:]):
+                some.append(f"{more} more adapters, which GET /v1/models lists,")
             raise RefusedError(
-                f"model {name!r} is not served here; {names} {'are' if adapters else 'is'}",
+                f"model {name!r:.200} is not served here; {' and '.join(some)} "
+                f"{'are' if adapters else 'is'}",
                 status=404,
                 code="model_not_found",
                 field="model",

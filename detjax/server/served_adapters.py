@@ -65,7 +65,9 @@ class ServedAdapters:
         """
         with self._lock:
             old = self._known.get(name)
-            if name == self._model_name or (old is not None and not replaces):
+            if name == self._model_name:
+                raise NameTakenError(f"{name!r} is the base model's name; give another one")
+            if old is not None and not replaces:
                 raise NameTakenError(f"{name!r} is served already; unload it, or give another name")
             sha256 = self._engine.load_adapter(folder)
             adapter = self._known[name] = ServedAdapter(name=name, sha256=sha256)

@@ -133,7 +133,7 @@ class WeightUploads:
 
     async def start(self, request: Request) -> Response:
         """Begin an update whose tensors come in bodies; one that was begun before is forgotten."""
-        asked = await self._reader.parsed(request, StartWeightUpdateRequest)
+        asked = await self._reader.fields(request, StartWeightUpdateRequest)
         asked.check()
         version = version_of(asked.weight_version)
         if self._upload is not None and self._upload.num_coming:
@@ -264,6 +264,5 @@ def _names_in(path: Path) -> Sequence[str]:
         with contextlib.ExitStack() as stack:
             return [name for name, _ in open_file(path, stack)]
     except ValueError as error:
-        raise RefusedError(
-            f"the body is no whole file in safetensors' format: {error}".replace(f"{path} ", "")
-        ) from error
+        reason = str(error).replace(f"{path} ", "").replace("download it again", "send it again")
+        raise RefusedError(f"the body is no whole file in safetensors' format: {reason}") from error

@@ -680,7 +680,7 @@ def test_more_requests_than_may_wait_are_refused():
     made = engine(max_waiting=5)
     for _ in range(2):
         add(made, request(n=2))
-    with pytest.raises(EngineFullError, match="4 sequences wait, and max_waiting=5"):
+    with pytest.raises(EngineFullError, match="4 sequences wait, 2 more would, and max_waiting=5"):
         add(made, request(n=2))
     add(made, request())
     for _ in range(6):

@@ -326,7 +326,7 @@ def test_a_port_of_something_else_is_named():
 
 @pytest.mark.parametrize(
     "what",
-    quick_and_slow(("code of detjax",), ("files of the model", "settings")),
+    quick_and_slow(("code of detjax",), ("files of the model", "--stop")),
 )
 def test_processes_that_run_something_else_are_refused(tmp_path, what):
     """The whole command, process 1 with other code, weights or options."""
@@ -339,7 +339,7 @@ def test_processes_that_run_something_else_are_refused(tmp_path, what):
         weights[-1] ^= 1
         (model / "model.safetensors").write_bytes(weights)
         options[1] = ["--model", str(model)]
-    elif what == "settings":
+    elif what == "--stop":
         options[1] += ["--stop", "x"]
     else:
         shutil.copytree(PACKAGE, code / "detjax", ignore=shutil.ignore_patterns("__pycache__"))

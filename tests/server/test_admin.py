@@ -329,6 +329,12 @@ def test_folders_that_are_not_allowed_are_refused(server, root, expected):
     shutil.rmtree(allowed / "linked")
 
 
+def one_nan(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors[NORM][3] = np.nan
+    save_file(tensors, folder / WEIGHTS)
+
+
 def cut(folder: Path) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
@@ -384,6 +390,7 @@ def more(folder: Path) -> None:
         (cut, "damaged or cut short"), (other_config, "rms_norm_eps=0.5"), (reshape, "shape"),
         (no_weights, "has neither"), (retype, "I32"), (half, "float16"), (less, "lacks 1 of"),
         (more, "model.extra.weight"), (infinite, "infinit"),
+        (one_nan, "is not finite; the old weights stay"),
     ],
 )  # fmt: skip
 def test_a_failed_update_leaves_the_old_weights_and_open_requests_whole(
@@ -396,7 +403,7 @@ def test_a_failed_update_leaves_the_old_weights_and_open_requests_whole(
             opened = [pool.submit(answer, client) for _ in range(2)]
             wait_for(lambda: server.service.turns.num_running == 2)
             # An update that the headers refuse aborts nobody.
-            mode = "wait" if spoil is infinite else "abort"
+            mode = "wait" if spoil in (infinite, one_nan) else "abort"
             refused = update(client, folder, mode=mode)
         assert refused.status_code == 400, refused.text
         assert says in refused.json()["error"]["message"], refused.text
@@ -560,6 +567,17 @@ def test_a_server_sleeps_and_wakes_with_the_same_bits(server, expected, mode):
         assert client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False}
 
 
+def test_a_server_that_is_awake_is_woken_at_once(server):
+    """It waits for no open request, and so lets other operations have their turn."""
+    with server.client() as client, concurrent.futures.ThreadPoolExecutor() as pool:
+        with slow_steps(server, step_s=0.1):
+            late = pool.submit(answer, client, max_tokens=60, ignore_eos=True)
+            wait_for(lambda: server.service.turns.num_running == 1)
+            assert client.post("/wake_up", headers=ADMIN).json() == {"status": "ready"}
+            assert not late.done()
+        late.result()
+
+
 def weights_of(running: Running) -> list:
     params = running.llm.model.params
     return jax.tree.leaves({name: leaf for name, leaf in params.items() if name != "exchange"})
@@ -574,7 +592,11 @@ def test_weights_that_were_given_up_come_by_an_update(server, root, expected):
         folder = write(root / "allowed" / "spoilt", scaled(0.5))
         cut(folder)
         assert update(client, folder).status_code == 400
-        assert update(client, root / "allowed" / "step2").status_code == 200
+        done = update(client, root / "allowed" / "step2")
+        assert done.status_code == 200 and done.json()["weights"] == expected[2]["weights"]
+        model = client.get("/v1/models", headers=USER).json()["data"][0]
+        assert model["weights"] == expected[2]["weights"]
+        assert model["weight_version"] == done.json()["weight_version"]
         assert client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True}
         woken = client.post("/wake_up?tags=kv_cache", headers=ADMIN)
         assert woken.json() == {"status": "ready"}

@@ -25,7 +25,7 @@ import pytest
 
 import detjax
 from detjax.serve import check_options, main, make_parser
-from detjax.server.job import FAILED_S
+from detjax.server.job import FAILED_S, SHARED_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"(\w+=\S+ )*python -m detjax\.serve( |$)")
@@ -225,6 +225,35 @@ def test_a_job_that_cannot_be_opened_ends_in_all_processes():
     assert all(
         "--gpu-memory-utilization 0.5 is a share of a GPU's memory" in text for text in errors
     ), errors
+
+
+@pytest.mark.slow
+def test_an_option_that_differs_is_named_before_anything_is_compiled():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    command = [
+        sys.executable, "-m", "detjax.serve", "--port", "0", "--tp", "2",
+        "--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id",
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [*command, str(i), "--max-len", str(256 + 128 * i)], stderr=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode for process in processes)
+    assert "error: process 1 was given other --max-len than process 0" in "".join(errors), errors
+    assert not any("compil" in text for text in errors), errors
+
+
+def test_every_option_that_is_compared_is_one():
+    args = vars(make_parser().parse([]))
+    assert set(SHARED_OPTIONS) <= set(args)
 
 
 def test_the_commands_of_the_docs_are_commands():
