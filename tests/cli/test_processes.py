@@ -81,4 +81,4 @@ def test_settings_of_a_job_are_one_text_in_every_process():
         ).stdout
         for seed in range(2)
     }  # fmt: skip
-    assert len(told) == 1 and "'given': [" in told.pop()
+    assert len(told) == 1 and "'options': [" in told.pop()
