@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One canonical answer: bit-identical inference for Llama-family models in JAX and Pallas.
+"""One canonical answer: bit-identical inference for language models in JAX and Pallas.
 
 Names are imported when first used, so that `python -m detjax.generate --help` need not start JAX.
 Import detjax before JAX starts: it sets the compiler flag that the claims rest on.

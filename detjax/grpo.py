@@ -89,7 +89,8 @@ _TASK = (
 _ROLLOUT_TP = Option(
     name="rollout_tp",
     parse=int,
-    default=4,
+    default=None,
+    default_text="the most up to 4 that the GPUs and the model allow",
     help="tensor-parallel devices of the engine; virtual ones on a CPU",
 )
 _DEVICES = Option(
@@ -310,7 +311,7 @@ def _main(args: argparse.Namespace) -> int:
         setup = prepare(asked)
         console.print(
             f"{args.model} on {setup.backend.value}: trainer on {args.devices} device(s) with tp "
-            f"{args.trainer_tp}, rollout with tp {args.rollout_tp}, fingerprint "
+            f"{args.trainer_tp}, rollout with tp {setup.args.rollout_tp}, fingerprint "
             f"{setup.fingerprint}",
             highlight=False,
             soft_wrap=True,

@@ -235,8 +235,8 @@ TP = Option(
     flags=("--tp", "--tensor-parallel-size"),
     default=1,
     parse=int,
-    help="devices that share each layer: a power of two that divides the model's number of heads. "
-    "Without GPUs the devices are virtual",
+    help="devices that share each layer: a power of two that divides the model's number of heads "
+    "and the leaves of its sums, 8 in most models. Without GPUs the devices are virtual",
 )
 DP = Option(
     name="dp",
@@ -311,10 +311,10 @@ MODE = replace(
     choices=MODES,
     help="invariant: every step runs the batch-invariant kernels. dvr (decode, verify, roll back): "
     "fast steps draft tokens, batch-invariant steps verify them in windows, and only verified "
-    "tokens are returned; the bits are those of invariant. On Hopper dvr drafts only with 8-bit "
-    "draft weights or a draft model, because the fast steps of the model itself are slower than "
-    "the batch-invariant ones. fast: XLA's "
-    "own kernels, whose bits depend on the batch; no claim holds",
+    "tokens are returned; the bits are those of invariant. On Hopper dvr drafts only with a draft "
+    "model or 8-bit draft weights (`generate --draft-weights`), because the fast steps of the "
+    "model itself are slower than the batch-invariant ones. fast: XLA's own kernels, whose bits "
+    "depend on the batch; no claim holds",
 )
 CANONICAL_MODE = replace(
     MODE,

@@ -4,7 +4,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import numpy as np
 
 from detjax.models.adapters.peft_config import ALL_LINEAR
 from detjax.models.config import ModelConfig
+from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config
 from detjax.models.hub import find_model
 from detjax.models.identity import model_hash
 from detjax.models.loading import LoadedModel
+from detjax.models.params import possible_tps
 from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
@@ -52,7 +54,7 @@ class GrpoArgs:
     reward: str | None
     backend: str
     modes: tuple[str, ...]
-    rollout_tp: int
+    rollout_tp: int | None
     devices: int
     trainer_tp: int
     steps: int
@@ -106,13 +108,14 @@ class GrpoSetup:
 
     def rollout(self, mode: str) -> Rollout:
         """An engine on its own copy of the weights."""
-        lora, is_merged = self.args.lora, mode == MERGED
+        lora, is_merged, tp = self.args.lora, mode == MERGED, self.args.rollout_tp
+        assert tp is not None  # `prepare` has chosen it
         change = keep_weights
         if is_merged:
             assert lora is not None  # checked: without an adapter there is nothing to merge
             change = partial(merged, master_params(self.load(1)), lora=lora)
         return Rollout(
-            self.load(self.args.rollout_tp),
+            self.load(tp),
             self.tokenizer,
             self.task,
             mode="invariant" if is_merged else mode,
@@ -142,6 +145,29 @@ class GrpoSetup:
         return shared | run | sizes | self.identity
 
 
+MOST_ROLLOUT_TP = 4
+"""Where no `rollout_tp` is given: more than the trainer's one device, so that meshes differ."""
+
+
+def default_rollout_tp(config: ModelConfig, backend: str) -> int:
+    """The most devices of a rollout, up to `MOST_ROLLOUT_TP`, that the GPUs and the model allow.
+
+    Without GPUs, or with kernels of a CPU, devices are virtual, and there are enough.
+    """
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    is_of_cpu = backend in (Backend.PORTABLE.value, Backend.REFERENCE.value)
+    most = MOST_ROLLOUT_TP if is_of_cpu or not gpus else len(gpus)
+
+    def is_allowed(tp: int) -> bool:
+        try:
+            check_mesh(config, NumericsProfile(), tp)
+        except ValueError:
+            return False
+        return tp <= min(most, MOST_ROLLOUT_TP)
+
+    return max(filter(is_allowed, possible_tps(config)))
+
+
 def prepare(args: GrpoArgs) -> GrpoSetup:
     """Choose kernels, load the model and make the trainer.
 
@@ -155,12 +181,13 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     lengths = {"max_prompt": task.max_prompt, "max_tokens": task.max_tokens}
     sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
     # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
-    configure_virtual_devices(max(args.rollout_tp, args.devices))
+    configure_virtual_devices(max(args.rollout_tp or MOST_ROLLOUT_TP, args.devices))
     jax.devices()
     folder, profile = find_model(args.model), NumericsProfile()
-    place = choose_placement(
-        load_config(folder), profile, backend=args.backend, dp=1, tp=args.rollout_tp
-    )
+    config = load_config(folder)
+    rollout_tp = args.rollout_tp or default_rollout_tp(config, args.backend)
+    args = replace(args, rollout_tp=rollout_tp)
+    place = choose_placement(config, profile, backend=args.backend, dp=1, tp=rollout_tp)
 
     def load(tp: int) -> LoadedModel:
         model, _ = load_on_devices(

@@ -271,9 +271,7 @@ def test_a_request_is_refused_before_anybody_else_hears_of_it():
         with pytest.raises(UnicodeEncodeError):
             pair.engine.add_request([1], SamplingParams(), cache_salt="\ud800")
         pair.engine.add_request([1], SamplingParams(n=3, max_tokens=2))
-        with pytest.raises(
-            EngineFullError, match="3 sequences wait, 2 more would, and max_w"
-        ):
+        with pytest.raises(EngineFullError, match="3 sequences wait, 2 more would, and max_w"):
             pair.engine.add_request([1], SamplingParams(n=2))
         assert [o.request_id for o in pair.engine.drain() if o.finish_reason] == [0, 0, 0]
         assert pair.engine.add_request([1], SamplingParams(n=4, max_tokens=1)) == 1

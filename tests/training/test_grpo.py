@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.parallel.mesh import make_mesh
 from detjax.testing import assert_bitwise_equal, count_different_bits
+from detjax.testing.dummies import dummy_config
 from detjax.training import grpo
 from detjax.training.checkpoint import FACTS, newest_state, restore_state, save_state
 from detjax.training.grpo_runs import claimed_files
@@ -202,6 +204,28 @@ def test_a_run_that_was_killed_is_continued_from_its_newest_finished_state(tmp_p
     assert newest_state(tmp_path) == tmp_path / "step10-seed0"
     assert newest_state(tmp_path / "step2-seed0") == tmp_path / "step2-seed0"
     assert newest_state(tmp_path / "step11") == tmp_path / "step11"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "backend", "heads", "tp"),
+    [
+        (0, "auto", 8, 4),
+        (1, "auto", 8, 1),
+        (3, "auto", 8, 2),
+        (8, "sm90", 8, 4),
+        (1, "reference", 8, 4),
+        (0, "auto", 9, 1),
+        (0, "auto", 2, 2),
+    ],
+)
+def test_the_rollout_has_as_many_devices_as_there_are_up_to_4(
+    monkeypatch, num_gpus, backend, heads, tp
+):
+    """One GPU has one, so that a command without options runs there."""
+    found = [SimpleNamespace(platform="gpu")] * num_gpus or [SimpleNamespace(platform="cpu")]
+    monkeypatch.setattr(grpo.jax, "devices", lambda: found)
+    config = dummy_config(num_heads=heads, num_kv_heads=heads)
+    assert grpo.default_rollout_tp(config, backend) == tp
 
 
 def test_a_rollout_tp_that_cannot_be_is_named_as_the_option_that_was_given(capsys):
