@@ -25,7 +25,7 @@ class WindowRule(enum.Enum):
     NEVER = "never"
     EVERY_LAYER = "every layer"  # `sliding_window`, unless null, holds for all layers
     BY_LAYER = "by layer"  # `use_sliding_window`, then `layer_types` or `max_window_layers`
-    BY_PATTERN = "by pattern"  # `layer_types`, or all but each `sliding_window_pattern`-th
+    BY_PATTERN = "by pattern"  # `layer_types`, or all but each n-th (`window_step`)
 
 
 class RopeRule(enum.Enum):
@@ -33,7 +33,7 @@ class RopeRule(enum.Enum):
 
     ONE = "one"
     SOME_LAYERS = "some layers"  # where `no_rope_layers` has 1, or by `no_rope_layer_interval`
-    WINDOWS_ALONE = "windows alone"  # layers without a window have none, if others have one
+    WINDOWS_ALONE = "windows alone"  # layers without a window have none, if `sliding_window` is
     BY_WINDOW = "by window"  # layers with a window have one of their own, without scaling
 
 
@@ -55,6 +55,8 @@ class ExpertKeys:
     Attributes:
         num_experts: Names of the key of the number of experts, the published one first.
         top_k: Likewise of a token's experts.
+        copies: Further names of each of the two, which transformers does not read: a file may
+            repeat the number there.
         width: Key of an expert's gated channels.
         renormalise: Key of whether a token's weights add up to 1; None where they always do.
         layers: Whether `decoder_sparse_step` and `mlp_only_layers` leave layers dense.
@@ -72,6 +74,7 @@ class ExpertKeys:
     renormalise: str | None
     layers: bool
     top_k: tuple[str, ...] = ("num_experts_per_tok",)
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     clamp: tuple[str, str] | None = None
     shared_width: str | None = None
     num_shared: str | None = None
@@ -146,7 +149,11 @@ class Family:
         qk_norm: Whether each head of q and k is normalised; a family that maps `use_qk_norm` is
             told by it.
         windows: Which layers have a sliding window.
+        window_step: By pattern, each so-many-th layer has none; 0 of a family whose file says it
+            with `sliding_window_pattern`.
         checked: Further keys of this family, each with the only values that are supported.
+        unread: Keys that other families map and transformers does not read for this one, each with
+            the only values that say what is computed.
         inert: Further keys of this family that cannot change a logit, `checked` being as it is.
         experts: The keys of its mixtures of experts; None has none.
         norms: Where a layer normalises.
@@ -186,7 +193,9 @@ class Family:
     o_bias: BiasRule = BiasRule.NEVER
     qk_norm: bool = False
     windows: WindowRule = WindowRule.NEVER
+    window_step: int = 0
     checked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unread: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     experts: ExpertKeys | None = None
     norms: NormPlacement = NormPlacement.BEFORE

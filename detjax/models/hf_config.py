@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from detjax.models.config import ExpertConfig, ModelConfig
@@ -128,15 +129,22 @@ def load_config(folder: Path) -> ModelConfig:
         raise FileNotFoundError(f"{path} does not exist; give a folder with a Hugging Face model")
     generation_path = folder / "generation_config.json"
     generation = read_object(generation_path) if generation_path.is_file() else {}
-    values = read_object(path)
+    values, at = read_object(path), path
     try:
-        config = config_from_hf(values, generation=generation)
+        config = config_from_hf(values)
+        at = generation_path
+        others = _generation_eos_ids(generation, config.vocab_size)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{at}: {error}") from error
     eos_id = read_eos_id(folder)
-    if eos_id is None or eos_id in config.eos_token_ids:
-        return config
-    return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, eos_id))
+    others = others if eos_id is None else (*others, eos_id)
+    eos_ids = tuple(dict.fromkeys([*config.eos_token_ids, *others]))
+    return dataclasses.replace(config, eos_token_ids=eos_ids)
+
+
+def _generation_eos_ids(generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that a `generation_config.json` names."""
+    return _token_ids({"eos_token_id": None, **generation}, "eos_token_id", vocab_size)
 
 
 def _model_config(
@@ -148,16 +156,15 @@ def _model_config(
     hidden_size, num_heads = int_of(full, "hidden_size"), int_of(full, "num_attention_heads")
     vocab_size, eps = int_of(full, "vocab_size"), number_of(full, "rms_norm_eps")
     max_position = int_of(full, "max_position_embeddings")
-    eos_ids = [
-        token_id
-        for values_of in (full, {"eos_token_id": None, **generation})
-        for token_id in _token_ids(values_of, "eos_token_id", vocab_size)
-    ]
+    eos_ids = (
+        *_token_ids(full, "eos_token_id", vocab_size),
+        *_generation_eos_ids(generation, vocab_size),
+    )
     if len(bos_ids := _token_ids(full, "bos_token_id", vocab_size)) > 1:
         raise ValueError(f"bos_token_id={full['bos_token_id']!r} must be one id or null")
     head_dim = _head_dim(full, hidden_size=hidden_size, num_heads=num_heads)
     linear = linear_attention(full, family)
-    windows = (None,) * len(linear.layers) if linear else sliding_windows(full, family.windows)
+    windows = (None,) * len(linear.layers) if linear else sliding_windows(full, family)
     ropes, rope_of_layer = layer_ropes(
         values, family, windows=windows, head_dim=head_dim, max_len=max_position
     )
@@ -291,9 +298,10 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
     mapped = mapped.union(family.spare_layers)
     if family.experts is not None:
         mapped = mapped.union(family.experts.num_experts, family.experts.top_k)
+        mapped = mapped.union(*family.experts.copies.values())
     if family.partial_rotary is not None:
         mapped = mapped | {"partial_rotary_factor"}
-    checked = {**CHECKED_KEYS, **family.checked}
+    checked = {**CHECKED_KEYS, **family.checked, **family.unread}
     for key, value in values.items():
         if key in mapped:
             continue
@@ -306,6 +314,11 @@ def _check_keys(values: Mapping[str, Any], family: Family) -> None:
             )
         if value not in checked[key]:
             supported = " or ".join(repr(v) for v in checked[key])
+            if key in family.unread:
+                raise ValueError(
+                    f"{key}={value!r} is not supported for {family.name!r}: transformers does not "
+                    f"read it there, and computes {supported}; correct it, or remove it"
+                )
             raise ValueError(
                 f"{key}={value!r} is not supported for {family.name!r}; detjax computes "
                 f"{key}={supported} only"
@@ -384,8 +397,8 @@ def _experts(
     keys = family.experts
     if keys is None:
         return None
-    name, num_experts = _of_one_name(given, values, keys.num_experts)
-    top_k_name, top_k = _of_one_name(given, values, keys.top_k)
+    name, num_experts = _of_one_name(given, values, keys.num_experts, copies=keys.copies)
+    top_k_name, top_k = _of_one_name(given, values, keys.top_k, copies=keys.copies)
     if top_k > num_experts:
         raise ValueError(
             f"{top_k_name}={top_k} must be at most {name}={num_experts}; correct the file"
@@ -420,12 +433,23 @@ def _of_one_name(
     names: tuple[str, ...],
     *,
     minimum: int = 1,
+    copies: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> tuple[str, int]:
-    """A number that has several names, and the name that the file uses."""
+    """A number that has several names, and the name that the file uses.
+
+    Raises:
+        ValueError: If names differ, or a copy that transformers does not read.
+    """
     used = [name for name in names if name in given] or [names[0]]
     number = int_of(values, used[0], minimum=minimum)
     if any(values[name] != number for name in used):
         raise ValueError(f"{' and '.join(f'{n}={values[n]!r}' for n in used)} differ; keep one")
+    for name in copies.get(names[0], ()):
+        if given.get(name, number) != number:
+            raise ValueError(
+                f"{name}={given[name]!r:.80} differs from {used[0]}={number}, which alone is read; "
+                f"give {used[0]}"
+            )
     return used[0], number
 
 

@@ -53,9 +53,9 @@ def linear_attention(values: Mapping[str, Any], family: Family) -> LinearAttenti
     )
 
 
-def sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
+def sliding_windows(values: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
     """Window of every layer: key j is visible to query i if i - window < j <= i."""
-    num_layers = int_of(values, "num_hidden_layers")
+    num_layers, rule = int_of(values, "num_hidden_layers"), family.windows
     window, has_windows = None, rule is not WindowRule.NEVER
     if rule is WindowRule.BY_LAYER:
         has_windows = flag_of(values, "use_sliding_window")
@@ -67,7 +67,7 @@ def sliding_windows(values: Mapping[str, Any], rule: WindowRule) -> tuple[int | 
     is_sliding = [window is not None and i >= first_sliding for i in range(num_layers)]
     types = values.get("layer_types")
     if rule is WindowRule.BY_PATTERN and window is not None and types is None:
-        step = int_of(values, "sliding_window_pattern")
+        step = family.window_step or int_of(values, "sliding_window_pattern")
         is_sliding = [(i + 1) % step != 0 for i in range(num_layers)]
     if types is not None:
         derived = [SLIDING if sliding else FULL for sliding in is_sliding]
@@ -121,7 +121,9 @@ def layer_ropes(
             ropes = read(full, theta), read(sliding, local_theta)
             return _used(ropes, [int(window is not None) for window in windows])
         case RopeRule.WINDOWS_ALONE:
-            has_none = [window is None and any(windows) for window in windows]
+            # WHY: transformers asks for the key: with it layers are full or rotated, never both.
+            has_windows = {**family.defaults, **values}["sliding_window"] is not None
+            has_none = [window is None and has_windows for window in windows]
         case RopeRule.SOME_LAYERS:
             has_none = _without_rope(values, family, num_layers=len(windows))
     rope = read(values, theta)

@@ -70,6 +70,49 @@ def test_exaone_rotates_layers_with_a_window_alone_unless_none_has_one():
     assert plain.ropes == (plain.rope,) and plain.layer_ropes == ()
 
 
+@pytest.mark.parametrize("keys", [{"sliding_window": 8}, {}])
+def test_exaone_with_a_window_that_no_layer_has_rotates_none(keys):
+    """As modeling_exaone4 of transformers 4.57 and 5.24, which asks for the key alone."""
+    config = config_of("Exaone4ForCausalLM", layer_types=[FULL] * 4, **keys)
+    assert config.sliding_windows == (None,) * 4
+    kinds = [config.ropes[i].kind for i in config.layer_ropes or (0,) * 4]
+    assert kinds == [RopeKind.NONE] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "usual", "other"),
+    [
+        ("Gemma2ForCausalLM", "sliding_window_pattern", 2, 6),
+        ("Olmo3ForCausalLM", "sliding_window_pattern", 4, 2),
+        ("GptOssForCausalLM", "sliding_window_pattern", 2, 3),
+        ("Gemma3ForCausalLM", "attn_logit_softcapping", None, 50.0),
+    ],
+)
+def test_a_key_that_transformers_does_not_read_changes_nothing(architecture, key, usual, other):
+    keys = GELU if architecture.startswith("Gemma") else {}
+    assert config_of(architecture, **keys, **{key: usual}) == config_of(architecture, **keys)
+    with pytest.raises(ValueError, match=f"{key}={other}.*transformers does not read it there"):
+        config_of(architecture, **keys, **{key: other})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "copy"),
+    [
+        ("Qwen2MoeForCausalLM", "num_experts", "num_local_experts"),
+        ("Qwen3NextForCausalLM", "num_experts", "num_local_experts"),
+        ("Qwen3_5MoeForCausalLM", "num_experts", "num_local_experts"),
+        ("Glm4MoeForCausalLM", "n_routed_experts", "num_experts"),
+        ("GptOssForCausalLM", "num_experts_per_tok", "experts_per_token"),
+    ],
+)
+def test_a_name_of_experts_that_transformers_does_not_read_may_repeat_alone(
+    architecture, key, copy
+):
+    assert config_of(architecture, **{key: 32, copy: 32}) == config_of(architecture, **{key: 32})
+    with pytest.raises(ValueError, match=f"{copy}=31 differs from {key}=.*; give {key}"):
+        config_of(architecture, **{copy: 31})
+
+
 def test_gemma3_has_two_bases_in_both_forms_of_its_file():
     older = config_of(
         "Gemma3ForCausalLM", **GELU, rope_theta=1e6, rope_local_base_freq=1e4,
