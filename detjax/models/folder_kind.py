@@ -83,7 +83,7 @@ def _is_mlx(folder: Path, files: set[str]) -> bool:
 def _read(path: Path) -> dict:
     """A JSON object; empty where there is none: who needs the file says what is wrong with it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

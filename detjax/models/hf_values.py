@@ -32,7 +32,7 @@ LARGEST_NUMBER = 1e300
 
 
 def read_object(path: Path, *, max_bytes: int = 2**24) -> dict[str, Any]:
-    """A JSON file that holds one object.
+    """A JSON file that holds one object. It may begin with the mark that Windows writes.
 
     Raises:
         ValueError: If it holds something else, or is too large.
@@ -40,7 +40,7 @@ def read_object(path: Path, *, max_bytes: int = 2**24) -> dict[str, Any]:
     if path.stat().st_size > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes} bytes; it is no configuration")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(values, dict):

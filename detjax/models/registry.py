@@ -544,8 +544,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name="olmo3",
         architectures=("Olmo3ForCausalLM",),
-        defaults=_OLMO
-        | {"rope_theta": 500000.0, "sliding_window": 4096},
+        defaults=_OLMO | {"rope_theta": 500000.0, "sliding_window": 4096},
         qkv_bias=BiasRule.AS_CONFIGURED,
         o_bias=BiasRule.AS_CONFIGURED,
         windows=WindowRule.BY_PATTERN,

@@ -25,6 +25,7 @@ from detjax.models.chat_messages import habits_of, marked, messages_of, tools_of
 from detjax.models.chat_template import NO_VARIABLES, OWN, UNKNOWN, Rendered, render_template
 from detjax.models.tokenizer_files import (
     CONFIG_FILE,
+    JSON_TEMPLATE_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     ByteRules,
@@ -35,6 +36,7 @@ from detjax.models.tokenizer_files import (
     read_templates,
     set_post_processor,
     take_backend,
+    template_tokens,
     token_id_of,
     token_text,
     token_texts,
@@ -45,7 +47,16 @@ LOOKED_AT = 2**14
 """Characters of a text in which a rendered template has shown a control token."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_OTHER_TOKENS = ("sep_token", "cls_token", "mask_token")
+"""Tokens that templates may print. Nothing else needs one, so a vocabulary may lack it."""
+
+_TOKEN_LISTS = (
+    "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens",
+)  # fmt: skip
+"""Keys of a list of tokens, or of an object of tokens that a template sees by their names."""
+
+_ALWAYS_TOLD = ("tools", "documents")
+"""Variables that every template sees: null unless given, as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +75,7 @@ class Tokenizer:
         unk_id: What stands for a text that no token has, where the model has one.
         chat_template: A Jinja template, where the model has one.
         tool_template: Another for conversations with tools, where the model has one.
+        template_names: Of all templates of the folder, for messages.
         template_tokens: What the template sees beside the messages: `bos_token` and the like.
     """
 
@@ -79,17 +91,18 @@ class Tokenizer:
     chat_template: str | None
     template_tokens: Mapping[str, Any]
     tool_template: str | None = None
+    template_names: tuple[str, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of `folder`.
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of `folder`.
 
         Raises:
             ValueError: If a file is missing or broken, or asks for a decoder that is not known.
         """
         folder = Path(folder)
         backend = take_backend(folder / TOKENIZER_FILE)
-        config = read_config(folder / CONFIG_FILE)
+        config = read_config(folder)
         try:
             return cls._from_files(folder, backend, config)
         except (KeyError, TypeError, AttributeError) as error:
@@ -106,14 +119,17 @@ class Tokenizer:
         }  # both kinds: an added token need not be special
         check_added_tokens(config, added, folder)
         named = {key: token_text(config[key]) for key in _NAMED_TOKENS if config.get(key)}
-        lists = {key: token_texts(config[key]) for key in _TOKEN_LISTS if config.get(key)}
-        shown = [text for texts in lists.values() for text in texts]
+        others = {key: token_text(config[key]) for key in _OTHER_TOKENS if config.get(key)}
+        lists = [config[key] for key in _TOKEN_LISTS if config.get(key)]
+        shown = [text for tokens in lists for text in token_texts(tokens)]
         ids = {text: token_id_of(backend, text, folder) for text in [*named.values(), *shown]}
+        found = {text: backend.token_to_id(text) for text in others.values()}
+        ids |= {text: token_id for text, token_id in found.items() if token_id is not None}
         special = {
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         }  # as the tokenizer marks them
         special |= set(ids.values())
-        set_post_processor(backend, config, named, ids)
+        set_post_processor(backend, config, folder, named=named, ids=ids)
         templates = read_templates(folder, config)
         rules = byte_rules_of(backend, folder / TOKENIZER_FILE)
         return cls(
@@ -131,8 +147,9 @@ class Tokenizer:
             control=_control_pattern(added[i] for i in special if i in added),
             unk_id=unk_id_of(backend),
             chat_template=templates.get("default"),
-            template_tokens={**named, **lists},
+            template_tokens=template_tokens({**named, **others}, config, _TOKEN_LISTS),
             tool_template=templates.get("tool_use"),
+            template_names=tuple(templates),
         )
 
     def with_template(self, path: str | Path) -> "Tokenizer":
@@ -142,7 +159,9 @@ class Tokenizer:
             ValueError: If it cannot be read, or is no template.
         """
         template = read_template_file(Path(path))
-        return dataclasses.replace(self, chat_template=template, tool_template=None)
+        return dataclasses.replace(
+            self, chat_template=template, tool_template=None, template_names=("default",)
+        )
 
     def encode(self, text: str, *, has_control: bool = False) -> list[int]:
         """Return the ids of `text`, with the special tokens that the model expects around it.
@@ -277,12 +296,10 @@ class Tokenizer:
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> "_Chat":
         """A conversation as its template reads it."""
-        template = (variables.get("tools") and self.tool_template) or self.chat_template
+        has_tools = variables.get("tools") is not None
+        template = (self.tool_template if has_tools else None) or self.chat_template
         if template is None:
-            raise ValueError(
-                f"{self.source} has no chat template (no {TEMPLATE_FILE}, no `chat_template` in "
-                f"{CONFIG_FILE}): give plain prompts, or use an instruction-tuned model"
-            )
+            raise ValueError(self._why_no_template())
         given, continues = dict(variables), variables.get("continue_final_message", False)
         given.pop("continue_final_message", None)
         for name in ("continue_final_message", "add_generation_prompt"):
@@ -306,10 +323,23 @@ class Tokenizer:
                 raise ValueError(
                     f"{name}: the chat template of {self.source} has no such variable; leave it out"
                 )
-        if "tools" in given:
-            given["tools"] = tools_of(given["tools"])
+        given = dict.fromkeys(_ALWAYS_TOLD) | given
+        given["tools"] = tools_of(given["tools"])
         told = messages_of(messages, template)
         return _Chat(template=template, messages=told, variables=given, continues=continues)
+
+    def _why_no_template(self) -> str:
+        if self.template_names:
+            names = ", ".join(map(repr, self.template_names))
+            return (
+                f"{self.source} has no chat template named 'default', only {names}; write the text "
+                "of one to a file and give it with --chat-template (chat_template of LLM)"
+            )
+        return (
+            f"{self.source} has no chat template (no {TEMPLATE_FILE}, no `chat_template` in "
+            f"{CONFIG_FILE} or {JSON_TEMPLATE_FILE}): give plain prompts, or use an "
+            "instruction-tuned model"
+        )
 
     def _rendered(self, chat: "_Chat") -> Rendered:
         """The text of a conversation, cut behind its last message if that goes on."""
@@ -345,10 +375,8 @@ class Tokenizer:
         WHY: whether a template prints something depends on all of the conversation, so it renders
         once more with marks. That takes a tenth of what the tokens of the text take.
         """
-        with_marks = marked(chat.messages, chat.variables.get("tools"))
-        told = {**chat.variables, "messages": with_marks.messages}
-        if "tools" in told:
-            told["tools"] = with_marks.tools
+        with_marks = marked(chat.messages, chat.variables["tools"])
+        told = {**chat.variables, "messages": with_marks.messages, "tools": with_marks.tools}
         try:
             text = render_template(chat.template, told, self.template_tokens).text
         except ValueError:

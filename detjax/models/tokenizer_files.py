@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer files of a Hugging Face folder, read and checked."""
 
+import codecs
 import contextlib
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,35 @@ from detjax.models.hf_values import read_object
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates"
+"""Folder of further templates, each in a file of its name."""
+
+JSON_TEMPLATE_FILE = "chat_template.json"
+"""Of a model that sees images, whose processor has the template."""
+
+_MAP_FILE = "special_tokens_map.json"
+_CONVERTIBLE = (
+    "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+"""Files of tokenizers of which transformers makes a tokenizer.json."""
+
+_ADDS_BOS = {
+    "CodeLlamaTokenizer": True,
+    "CohereTokenizer": True,
+    "GPTNeoXTokenizer": False,
+    "GemmaTokenizer": True,
+    "LlamaTokenizer": True,
+}
+"""Classes whose `add_bos_token` and `add_eos_token` count, and whether one without the first adds
+a begin token: those of transformers 4.57. No class of 5.24 reads them beside a tokenizer.json."""
+
+_CLASS_OF_TYPE = {
+    **dict.fromkeys(("ernie4_5", "llama", "mistral", "mixtral", "phi3"), "LlamaTokenizer"),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    "olmo2": "GPTNeoXTokenizer",
+}
+"""The class of a `model_type` whose folder names none, of those in `_ADDS_BOS`."""
 
 MAX_FILE_BYTES = 2**28
 """Longest file of a tokenizer; those of large vocabularies have a tenth of it."""
@@ -71,7 +101,7 @@ def read_eos_id(folder: Path) -> int | None:
         ValueError: If a file is broken, or the tokenizer does not have the token.
     """
     path = folder / CONFIG_FILE
-    config = read_config(path)
+    config = read_config(folder)
     if not config.get("eos_token") or not (folder / TOKENIZER_FILE).is_file():
         return None
     try:
@@ -124,15 +154,11 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         ValueError: If it is missing, broken or too large, or makes a text far longer.
     """
     if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; a folder with another kind of tokenizer is converted by "
-            f"transformers: AutoTokenizer.from_pretrained({str(path.parent)!r})"
-            f".save_pretrained({str(path.parent)!r})"
-        )
+        raise ValueError(_why_no_backend(path))
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes, more than any tokenizer")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(
             f"{path} is not a tokenizer.json that tokenizers {tokenizers.__version__} can read: "
@@ -150,6 +176,21 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+def _why_no_backend(path: Path) -> str:
+    """What to do without a tokenizer.json: transformers converts other kinds, but not nothing."""
+    folder = path.parent
+    found = [name for name in _CONVERTIBLE if (folder / name).is_file()]
+    if not found:
+        return (
+            f"{path} does not exist, nor does any other file of a tokenizer; copy {TOKENIZER_FILE} "
+            f"and {CONFIG_FILE} of this model's repository into the folder"
+        )
+    return (
+        f"{path} does not exist, but {found[0]} does, which transformers converts: "
+        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
 def _growth(step: Any) -> int:
     """How many times as long a part of a tokenizer.json may make a text."""
     if isinstance(step, list):
@@ -164,29 +205,61 @@ def _growth(step: Any) -> int:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a tokenizer_config.json; empty where there is none.
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the tokenizer_config.json of a folder; empty where there is none.
+
+    An older one, without `added_tokens_decoder`, has the tokens of special_tokens_map.json where
+    there is one, as in transformers.
 
     Raises:
-        ValueError: If it is no JSON object, or too large.
+        ValueError: If a file is no JSON object, or too large.
     """
+    config = _read_optional(folder / CONFIG_FILE)
+    if "added_tokens_decoder" in config:
+        return config
+    for key, token in _read_optional(folder / _MAP_FILE).items():
+        if key.endswith("_token"):
+            config[key] = token
+        elif key in ("additional_special_tokens", "extra_special_tokens"):
+            has_lists = isinstance(token, list) and isinstance(config.get(key), list)
+            config[key] = [*config[key], *token] if has_lists else token
+    return config
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
     return read_object(path, max_bytes=MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a folder by name; one without a name is "default"."""
-    path = folder / TEMPLATE_FILE
-    if path.is_file():
-        return {"default": read_template_file(path)}
-    found = config.get("chat_template")
+    """The chat templates of a folder by name; one without a name is "default".
+
+    As in transformers, files of templates count instead of what the config has. The template of a
+    processor, chat_template.json, counts where there is no other.
+
+    Raises:
+        ValueError: If one cannot be read, or is no template.
+    """
+    paths = {"default": folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {}
+    paths |= {path.stem: path for path in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+    if paths:
+        return {name: read_template_file(path) for name, path in paths.items()}
+    where, found = folder / CONFIG_FILE, config.get("chat_template")
+    if found is None:
+        where = folder / JSON_TEMPLATE_FILE
+        found = _read_optional(where).get("chat_template")
     if found is None:
         return {}
+    templates = {"default": found}
     if isinstance(found, list):  # several, each {"name": ..., "template": ...}
-        templates = {entry["name"]: entry["template"] for entry in found}
-    else:
-        templates = {"default": found}
+        try:
+            templates = {entry["name"]: entry["template"] for entry in found}
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{where} is malformed ({error!r:.200}): each entry of chat_template needs a name "
+                "and a template; copy the file again"
+            ) from error
     for template in templates.values():
-        _check_template(folder / CONFIG_FILE, template)
+        _check_template(where, template)
     return templates
 
 
@@ -196,7 +269,7 @@ def start_template_of(folder: Path) -> None:
     Files that are broken are left to whoever reads them.
     """
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-        template = read_templates(folder, read_config(folder / CONFIG_FILE)).get("default")
+        template = read_templates(folder, read_config(folder)).get("default")
         if template is not None:
             start_template(template)
 
@@ -275,22 +348,67 @@ def unk_id_of(backend: tokenizers.Tokenizer) -> int | None:
     return None if model.unk_token is None else backend.token_to_id(model.unk_token)
 
 
+def template_tokens(
+    named: Mapping[str, str], config: Mapping[str, Any], lists: Iterable[str]
+) -> dict[str, Any]:
+    """What a template sees of the tokens of a config: those with names, and one list."""
+    seen: dict[str, Any] = dict(named)
+    if isinstance(listed := config.get("additional_special_tokens"), list) and listed:
+        seen["additional_special_tokens"] = token_texts(listed)
+    for tokens in map(config.get, lists):
+        if isinstance(tokens, dict):
+            seen |= {name: token_text(token) for name, token in tokens.items()}
+    return seen
+
+
 def set_post_processor(
     backend: tokenizers.Tokenizer,
     config: Mapping[str, Any],
+    folder: Path,
+    *,
     named: Mapping[str, str],
     ids: Mapping[str, int],
 ) -> None:
-    """Let `add_bos_token` and `add_eos_token` decide where a config has them."""
+    """Let `add_bos_token` and `add_eos_token` decide where a config has one and its class reads it.
+
+    Where transformers 4.57 and 5.24 put the same tokens around a text, so does this. Where they
+    differ, a flag that is given counts as in 4.57: 5.24 reads neither beside a tokenizer.json. With
+    no flag the tokenizer.json decides, as in 5.24; 4.57 takes the defaults of the class.
+
+    Args:
+        backend: Is changed.
+        config: Of the tokenizer.
+        folder: With the config.json that may say the class.
+        named: Tokens by their keys.
+        ids: Of the tokens.
+
+    Raises:
+        ValueError: If config.json is needed and broken.
+    """
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return  # the tokenizer.json says it
-    first = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
+    adds_bos = _ADDS_BOS.get(_class_of(config, folder))
+    if adds_bos is None:
+        return
+    adds_bos = config.get("add_bos_token", adds_bos)
+    first = [named["bos_token"]] if adds_bos and "bos_token" in named else []
     last = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single=[*first, "$A", *last],
         pair=None,
         special_tokens=[(text, ids[text]) for text in dict.fromkeys([*first, *last])],
     )
+
+
+def _class_of(config: Mapping[str, Any], folder: Path) -> str:
+    """The class of a tokenizer, less "Fast"; Llama's where nothing names one."""
+    name = config.get("tokenizer_class")
+    if name is None:
+        model = _read_optional(folder / "config.json")
+        kind = model.get("model_type")
+        by_type = _CLASS_OF_TYPE.get(str(kind), "") if kind is not None else "LlamaTokenizer"
+        name = model.get("tokenizer_class") or by_type
+    return str(name).removesuffix("Fast")
 
 
 def byte_rules_of(backend: tokenizers.Tokenizer, path: Path) -> ByteRules:

@@ -300,6 +300,7 @@ def test_with_tools_the_template_of_that_name_is_taken(tmp_path):
     ours = with_template(tmp_path, named)
     assert ours.render_chat([USER]) == "dhi"
     assert ours.render_chat([USER], variables={"tools": PAIR.tools}) == "tfhi"
+    assert ours.render_chat([USER], variables={"tools": None}) == "dhi"
     told = [{"role": "user", "content": parts("h", "i")}]
     assert ours.decode(ours.apply_chat_template(told, variables={"tools": PAIR.tools})) == "tfhi"
 

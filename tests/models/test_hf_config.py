@@ -246,6 +246,20 @@ def test_end_token_outside_the_vocabulary_is_refused(bad):
         config_of(generation={"eos_token_id": bad})
 
 
+@pytest.mark.parametrize(
+    ("bad_file", "other_file"),
+    [("generation_config.json", "config.json"), ("config.json", "generation_config.json")],
+)
+def test_a_bad_end_token_is_blamed_on_its_file(tmp_path, bad_file, other_file):
+    values = {"architectures": ["LlamaForCausalLM"], **BASE}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / other_file).write_text(json.dumps(values if other_file == "config.json" else {}))
+    own = values if bad_file == "config.json" else {}
+    (tmp_path / bad_file).write_text(json.dumps({**own, "eos_token_id": 999}))
+    with pytest.raises(ValueError, match=f"{tmp_path}/{bad_file}: eos_token_id=999 must hold ids"):
+        load_config(tmp_path)
+
+
 def test_two_begin_tokens_are_refused():
     with pytest.raises(ValueError, match=r"bos_token_id=\[1, 2\] must be one id or null"):
         config_of(bos_token_id=[1, 2])
@@ -568,6 +582,14 @@ def test_missing_or_broken_files_are_named(tmp_path):
     (tmp_path / "generation_config.json").write_text("nonsense")
     with pytest.raises(ValueError, match=r"generation_config.json is not JSON"):
         load_config(tmp_path)
+
+
+def test_files_may_begin_with_the_mark_that_windows_writes(tmp_path):
+    values = {"architectures": ["LlamaForCausalLM"], **BASE}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8-sig")
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 7}), encoding="utf-8-sig")
+    assert load_config(tmp_path).eos_token_ids == (2, 7)
 
 
 # --------------------------------------------------------------------------- published models

@@ -201,12 +201,71 @@ def test_ids_that_no_token_has_are_not_shown(pair):
         ({"add_bos_token": True}, [1], []),
         ({"add_bos_token": False}, [], []),
         ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+        ({"add_eos_token": False}, [1], []),
+        ({"add_eos_token": True}, [1], [2]),
+        ({"add_bos_token": None, "add_eos_token": True}, [], [2]),
     ],
 )
 def test_the_config_says_whether_a_text_gets_begin_and_end(tmp_path, flags, first, last):
     ours = Tokenizer.from_folder(write_folder(tmp_path, byte_fallback(), CONFIG | flags))
     plain = byte_fallback().encode("ab", add_special_tokens=False).ids
     assert ours.encode("ab") == [*first, *plain, *last]
+
+
+LLAMA_LIKE = ["LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizerFast", "CohereTokenizerFast"]
+FLAGS_UNREAD = ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer", "TokenizersBackend"]
+
+
+@pytest.mark.parametrize("has_processor", [True, False])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"add_bos_token": not has_bos, "add_eos_token": has_eos}
+        for has_bos in (True, False)
+        for has_eos in (True, False)
+    ]
+    + [{"add_eos_token": True}, {"add_bos_token": False}],
+)
+@pytest.mark.parametrize("name", FLAGS_UNREAD)
+def test_flags_that_a_class_of_transformers_ignores_change_nothing(
+    tmp_path, name, flags, has_processor
+):
+    """Both 4.57 and 5.24 put around a text what tokenizer.json says."""
+    backend = byte_fallback()
+    if not has_processor:
+        backend.post_processor = None
+    ours = Tokenizer.from_folder(
+        write_folder(tmp_path, backend, {**CONFIG, "tokenizer_class": name, **flags})
+    )
+    plain = byte_fallback().encode("ab", add_special_tokens=False).ids
+    assert ours.encode("ab") == [*([1] if has_processor else []), *plain]
+
+
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_without_add_bos_token_the_class_adds_it(tmp_path, name):
+    """With `add_eos_token` of false both 4.57 and 5.24 begin a text; with true 4.57 ends it too."""
+    for eos, last in ((False, []), (True, [2])):
+        config = {**CONFIG, "tokenizer_class": name, "add_eos_token": eos}
+        ours = Tokenizer.from_folder(write_folder(tmp_path / str(eos), byte_fallback(), config))
+        plain = byte_fallback().encode("ab", add_special_tokens=False).ids
+        assert ours.encode("ab") == [1, *plain, *last]
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        ({"model_type": "llama"}, []),
+        ({"model_type": "gemma3_text"}, []),
+        ({"model_type": "qwen3"}, [1]),
+        ({"model_type": "qwen3", "tokenizer_class": "LlamaTokenizer"}, []),
+        ({"model_type": "llama", "tokenizer_class": "PreTrainedTokenizerFast"}, [1]),
+    ],
+)
+def test_the_model_says_the_class_of_a_tokenizer_without_one(tmp_path, model, first):
+    folder = write_folder(tmp_path, byte_fallback(), {**CONFIG, "add_bos_token": False})
+    (folder / "config.json").write_text(json.dumps(model))
+    plain = byte_fallback().encode("ab", add_special_tokens=False).ids
+    assert Tokenizer.from_folder(folder).encode("ab") == [*first, *plain]
 
 
 def test_saved_truncation_and_padding_are_not_applied(tmp_path):
@@ -260,6 +319,77 @@ def test_a_template_file_wins_over_the_config(tmp_path):
 def test_of_several_templates_the_default_one_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d" + SAID}]
     assert with_template(tmp_path, named).render_chat([HI]) == "dhi"
+
+
+def test_without_a_default_template_the_names_are_told(tmp_path):
+    named = [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t{{ tools }}"}]
+    ours = with_template(tmp_path, named)
+    with pytest.raises(ValueError, match="no chat template named 'default', only 'rag', 'tool_u"):
+        ours.render_chat([HI])
+
+
+def test_further_template_files_are_taken_by_their_names(tmp_path):
+    """As in transformers, files count instead of what the config has."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    path = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    path.write_text("t{{ tools | length }}" + SAID, encoding="utf-8")
+    with pytest.raises(ValueError, match="no chat template named 'default', only 'tool_use'"):
+        with_template(tmp_path, TEMPLATE).render_chat([HI])
+    (tmp_path / "chat_template.jinja").write_text("d" + SAID, encoding="utf-8")
+    ours = with_template(tmp_path, TEMPLATE)
+    assert ours.render_chat([HI]) == "dhi"
+    assert ours.render_chat([HI], variables={"tools": []}) == "t0hi"
+
+
+def test_the_template_of_a_processor_is_taken_where_there_is_no_other(tmp_path):
+    path = tmp_path / "chat_template.json"
+    path.write_text(json.dumps({"chat_template": "j" + SAID}), encoding="utf-8-sig")
+    assert with_template(tmp_path, None).render_chat([HI]) == "jhi"
+    assert with_template(tmp_path, "c" + SAID).render_chat([HI]) == "chi"
+    path.write_text(json.dumps({"chat_template": [{"name": "default"}]}))
+    with pytest.raises(ValueError, match=r"chat_template\.json is malformed .*'template'"):
+        with_template(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ tools is defined }} {{ tools is none }} {{ tools | tojson }}", "True True null"),
+        ("{{ documents is defined }} {{ documents is none }}", "True True"),
+        ("{% if tools is not none %}Tools:{% endif %}", ""),
+        ("{% if documents is not none %}Documents:{% endif %}", ""),
+        ("{% if tools %}Tools:{% endif %}{{ tools }}", "None"),
+        ("{{ add_generation_prompt }}", "True"),
+        ("{{ continue_final_message is defined }}", "False"),
+        ("{{ bos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}", "<s></s><s><none>"),
+        ("{{ image_token }} {{ pad_token is defined }}", "<think> False"),
+        ("{{ additional_special_tokens }}", "['a b']"),
+    ],
+)
+def test_a_template_without_tools_sees_what_transformers_gives_it(tmp_path, template, text):
+    config = {
+        **CONFIG, "chat_template": template + "|" + SAID, "sep_token": "</s>", "cls_token": "<s>",
+        "mask_token": "<none>", "extra_special_tokens": {"image_token": "<think>"},
+        "additional_special_tokens": ["a b"],
+    }  # fmt: skip
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), config))
+    for variables in ({}, {"tools": None, "documents": None}):
+        assert ours.render_chat([HI], variables=variables) == f"{text}|hi"
+        ids = ours.apply_chat_template([HI], variables=variables, has_control=True)
+        assert ids == ours.encode_raw(f"{text}|hi")
+
+
+def test_an_older_config_has_the_tokens_of_the_special_tokens_map(tmp_path):
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "junk": 7}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    template = {"chat_template": "{{ bos_token }}" + SAID, "bos_token": "a b"}
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), template))
+    assert ours.render_chat([HI]) == "<s>hi"
+    assert [ours.bos_id, ours.eos_id] == ours.encode_raw("<s></s>")
+    assert tokenizer_files.read_eos_id(tmp_path) == ours.eos_id
+    newer = {**template, "added_tokens_decoder": {}}
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), newer))
+    assert ours.render_chat([HI]) == "a bhi" and ours.eos_id is None
 
 
 def test_variables_reach_the_template(tmp_path):
@@ -401,8 +531,20 @@ def test_files_that_are_too_long_are_not_read(tmp_path, monkeypatch):
 
 
 def test_a_missing_tokenizer_names_the_file_and_the_fix(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer\.json does not exist.*save_pretrained"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not exist, nor .*; copy tokenizer"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    says = r"tokenizer\.json does not exist, but tokenizer\.model does.*save_pretrained"
+    with pytest.raises(ValueError, match=says):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_files_may_begin_with_the_mark_that_windows_writes(tmp_path):
+    write_folder(tmp_path, byte_level(), CONFIG)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert Tokenizer.from_folder(tmp_path).encode("ab") == byte_level().encode("ab").ids
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
     for name in TEXT_FILES:
         if name != "config.json" and (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
     values["quantization_config"] = {**_settings(recipe), "ignore": _unquantized(tensors, matrices)}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

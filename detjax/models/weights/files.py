@@ -103,7 +103,7 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, StoredT
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name to file name."""
     try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        file_of = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
         names = dict(file_of).values()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error!r}); download it") from error

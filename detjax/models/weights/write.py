@@ -47,7 +47,7 @@ def check_can_write(folder: Path) -> None:
 
 def write_config(source: Path, folder: Path, dtype: jnp.dtype) -> None:
     """Copy `config.json`, with the dtype of weights that are not quantised."""
-    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values = json.loads((source / "config.json").read_text(encoding="utf-8-sig"))
     for part in (values, values.get("text_config")):
         if not isinstance(part, dict):
             continue
