@@ -151,6 +151,8 @@ class BatchOutput:
     def add(self, line: BatchLine, answer: Mapping[str, Any]) -> None:
         """Write an answer."""
         text = json.dumps(answer, ensure_ascii=False) + "\n"
+        if not _is_unicode(text):  # an answer may repeat half of a surrogate pair
+            text = json.dumps(answer) + "\n"
         self._done[line.custom_id] = text
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -164,15 +166,16 @@ class BatchOutput:
 
 
 def _read_done(path: Path, asked: Mapping[str, BatchLine]) -> dict[str, str]:
-    """Lines of answers that were given, by id. The last one may be cut short.
+    """Lines of answers that were given, by id. The last one may be cut short, even in a character.
 
     Raises:
         ValueError: If a line is no answer, or one to another request than that of its id.
     """
     done: dict[str, str] = {}
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
-    for number, text in enumerate(whole, 1):
+    *whole, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
         try:
+            text = line.decode().removesuffix("\r")
             answer = json.loads(text)
             custom_id, status = answer["custom_id"], answer["response"]["status_code"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -255,7 +258,16 @@ def _answer_of(line: BatchLine, status: int, body: Mapping[str, Any]) -> dict[st
 def _request_sha256(line: BatchLine) -> str:
     """A hash of what was asked, by which a continued run knows its answers."""
     asked = json.dumps([line.url, line.body], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(asked.encode()).hexdigest()
+    return hashlib.sha256(asked.encode(errors="surrogatepass")).hexdigest()
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a file can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def in_process(app: Any) -> Ask:

@@ -142,6 +142,45 @@ def test_answers_have_the_order_of_the_input_and_a_file_is_gone_on_with(tmp_path
         BatchOutput(path, lines, skips_done=True)
 
 
+def test_half_of_a_surrogate_pair_is_refused_in_its_line_alone(tmp_path):
+    prompts = {"a": "a", "b": "\ud800", "c": "\U0001f600"}
+    asks = (request(name, body={"prompt": prompt}) for name, prompt in prompts.items())
+    lines = read_batch(text_of(*asks), "requests")
+    asked, path = [], tmp_path / "out.jsonl"
+
+    async def ask(url: str, body: bytes) -> tuple[int, bytes]:
+        prompt = json.loads(body)["prompt"]
+        asked.append(prompt)
+        if prompt == prompts["b"]:  # told as a server tells it, and repeated as no server does
+            return 400, json.dumps({"error": {"code": None, "message": f"half: {prompt}"}}).encode()
+        return 200, b"{}"
+
+    for num_asked in (3, 1):
+        asked.clear()
+        assert answered(lines, path, ask, skips_done=num_asked == 1) == 1
+        assert len(asked) == num_asked
+        assert [row["response"]["status_code"] for row in read(path)] == [200, 400, 200]
+        assert read(path)[1]["error"]["message"] == "half: \ud800"
+
+
+def test_a_file_that_was_cut_inside_a_character_is_gone_on_with(tmp_path):
+    lines = read_batch(text_of(request("a"), request("b")), "requests")
+    path, asked = tmp_path / "out.jsonl", []
+
+    async def ask(url: str, body: bytes) -> tuple[int, bytes]:
+        asked.append(body)
+        return 200, json.dumps({"text": "\u65e5\u672c"}).encode()
+
+    assert answered(lines, path, ask) == 0 and len(asked) == 2
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex("\u672c".encode()) + 2])
+    assert answered(lines, path, ask, skips_done=True) == 0 and len(asked) == 3
+    assert path.read_bytes() == whole
+    path.write_bytes(whole.replace("\u672c".encode(), b"\xe6\x9c"))
+    with pytest.raises(ValueError, match="line 1 is no answer of a batch; give another --output"):
+        BatchOutput(path, lines, skips_done=True)
+
+
 def test_a_request_that_finds_no_room_is_asked_again(tmp_path):
     """While others are under way; alone it is refused."""
     lines = read_batch(text_of(request("a"), request("b")), "requests")
