@@ -30,7 +30,13 @@ LOG = [page for page in PAGES if page.parent.name == "log"]
 
 MAX_WORDS, MAX_COLUMNS = 40, 160
 """Aim at 30 words; a sentence of more than 40 is two."""
-OF_USERS = {"aime24.jsonl", "gsm8k_test.jsonl", "tokenizer_config.json", "key.pem"}
+OF_USERS = {
+    "aime24.jsonl",
+    "chat_template.json",
+    "gsm8k_test.jsonl",
+    "tokenizer_config.json",
+    "key.pem",
+}
 """Files that a page names and that a user has."""
 OF_OTHERS = {"jaxlib/mosaic/gpu/dump.cc"}
 OF_ANSWERS = {"detjax.adapter", "detjax.sampling", "detjax.warnings", "detjax.weight_version"}

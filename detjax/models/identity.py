@@ -3,22 +3,41 @@
 
 import hashlib
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PART_BYTES = 2**26
 """Files are hashed in parts of this size, side by side; part of what the hash is."""
 
-TEXT_FILES = (
+_TEXT_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
 )
-"""All that is read of a model besides its weights."""
 
-_SMALL_FILES = (*TEXT_FILES, "model.safetensors.index.json")
+
+def text_files(folder: Path) -> list[str]:
+    """Names of all files in `folder` that are read of a model besides its weights."""
+    names = [name for name in _TEXT_FILES if (folder / name).is_file()]
+    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return names + [path.relative_to(folder).as_posix() for path in templates]
+
+
+def copy_text_files(source: Path, folder: Path) -> None:
+    """Copy all of them but config.json.
+
+    Raises:
+        OSError: If one cannot be read or written.
+    """
+    for name in text_files(source):
+        if name != "config.json":
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
 
 
 def model_hash(folder: Path) -> str:
@@ -30,7 +49,8 @@ def model_hash(folder: Path) -> str:
     Raises:
         OSError: If a file cannot be read.
     """
-    names = [name for name in _SMALL_FILES if (folder / name).is_file()]
+    names, index = text_files(folder), "model.safetensors.index.json"
+    names += [index] if (folder / index).is_file() else []
     names += sorted(path.name for path in folder.glob("*.safetensors"))
     return _hash_of(folder, names)
 

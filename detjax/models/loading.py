@@ -3,7 +3,6 @@
 
 import dataclasses
 import logging
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
 from detjax.models.hf_config import load_config, read_quantization
 from detjax.models.hub import resolve_model
-from detjax.models.identity import TEXT_FILES
+from detjax.models.identity import copy_text_files
 from detjax.models.params import Params, kv_layout, padded_vocab_size, partition_specs
 from detjax.models.quantization.expand import describe_quantization
 from detjax.models.quantization.scheme import MXFP4, QuantizationScheme, as_w8a8
@@ -274,9 +273,7 @@ class LoadedModel:
             source=self.folder,
         )
         if jax.process_index() == 0:
-            for name in TEXT_FILES:
-                if name != "config.json" and (self.folder / name).is_file():
-                    shutil.copyfile(self.folder / name, folder / name)
+            copy_text_files(self.folder, folder)
             write_config(self.folder, folder, self.profile.param_dtype)  # last: now it is a model
 
 

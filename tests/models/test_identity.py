@@ -8,7 +8,7 @@ import pytest
 from detjax.compilation import source
 from detjax.models import identity
 from detjax.models.bundled import bundled_model_path
-from detjax.models.identity import folder_hash, model_hash
+from detjax.models.identity import copy_text_files, folder_hash, model_hash, text_files
 
 
 @pytest.fixture
@@ -29,6 +29,22 @@ def test_any_byte_that_counts_changes_the_hash_of_a_model(folder, name, at, monk
     content[at] ^= 1
     (folder / name).write_bytes(content)
     assert model_hash(folder) != expected
+
+
+def test_every_file_that_a_prompt_depends_on_counts_and_is_copied(folder, tmp_path):
+    names = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja"]
+    names += ["chat_template.json", "special_tokens_map.json"]
+    for name in names:
+        before = model_hash(folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+        assert model_hash(folder) != before
+    (tmp_path / "copy").mkdir()
+    copy_text_files(folder, tmp_path / "copy")
+    assert text_files(tmp_path / "copy") == [
+        name for name in text_files(folder) if name != "config.json"
+    ]
+    assert set(names) < set(text_files(folder))
 
 
 def test_the_hash_of_a_folder_has_names_and_contents(tmp_path):

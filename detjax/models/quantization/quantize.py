@@ -9,7 +9,6 @@ does not have; its formats are the same, and are read by the same code.
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 
 from detjax.models.config import ModelConfig
 from detjax.models.hf_config import load_config, read_quantization
-from detjax.models.identity import TEXT_FILES
+from detjax.models.identity import copy_text_files
 from detjax.models.params import SHARED_TENSORS, ParamRole, TensorSpec, tensor_specs
 from detjax.models.quantization.expand import WORD_BITS
 from detjax.models.quantization.rounding import to_float8
@@ -125,9 +124,7 @@ def quantize_folder(folder: Path, out: Path, recipe: Recipe, *, progress: Progre
     with contextlib.ExitStack() as stack:
         tensors = open_tensors(folder, stack)
         _write_files(out, tensors, matrices, recipe, progress)
-    for name in TEXT_FILES:
-        if name != "config.json" and (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+    copy_text_files(folder, out)
     values = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
     values["quantization_config"] = {**_settings(recipe), "ignore": _unquantized(tensors, matrices)}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
