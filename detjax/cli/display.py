@@ -8,6 +8,7 @@ import rich.console
 from rich.table import Table
 from rich.text import Text
 
+from detjax.escaping import escaped
 from detjax.progress import COMPILE_STAGES, Heartbeat, Progress, show_progress, show_stages
 
 MAX_LINES = 10
@@ -38,18 +39,18 @@ class Display:
     def facts(self, facts: Mapping[str, str]) -> None:
         """Write a line for each: its name, and what it is."""
         for name, value in facts.items():
-            self._console.print(Text.assemble((f"{name:<11}", "dim"), " ", value))
+            self._console.print(Text.assemble((f"{name:<11}", "dim"), " ", escaped(value)))
 
     def line(self, text: str, *, style: str = "") -> None:
-        """Write a line."""
+        """Write a line, without control characters."""
         console = self._loud if "red" in style else self._console
-        console.print(Text(text, style=style))
+        console.print(Text(escaped(text), style=style))
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Write a table."""
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*map(str, row))
+            table.add_row(*(Text(escaped(str(cell))) for cell in row))
         self._console.print(table)
 
     def progress(self, stage: str, *, in_bytes: bool = False) -> AbstractContextManager[Progress]:

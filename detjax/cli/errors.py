@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO
 
 from detjax.engine.errors import SelfCheckError
+from detjax.escaping import escaped, escaped_lines
 
 OK, INTERNAL_ERROR, BAD_INPUT, BITS_DIFFER = 0, 1, 2, 3
 INTERRUPTED, READER_GONE = 130, 141
@@ -102,7 +103,7 @@ def _exit_code(run: Callable[[], int]) -> int:
     except OSError as error:  # a full disk, as a rule
         _give_up(sys.stdout)
         where = error.filename or "standard output or error"
-        _say(f"error: {where} cannot be written: {one_line(error.strerror or str(error))}")
+        _say(one_line(f"error: {where} cannot be written: {error.strerror or error}"))
         return BAD_INPUT
     except Exception as error:
         if _is_out_of_memory(error):
@@ -112,7 +113,7 @@ def _exit_code(run: Callable[[], int]) -> int:
                 "--verify-window, or use more devices (--tp)"
             )
             return BAD_INPUT
-        traceback.print_exc()
+        _say(traceback.format_exc().removesuffix("\n"))
         _say("error: this is a fault of detjax; please report the lines above")
         return INTERNAL_ERROR
 
@@ -144,8 +145,8 @@ def _ends_soon_by_interrupt() -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """Text as one line of bounded length: what a file holds may end up in a message."""
-    line = " ".join(text.split())
+    """Text as one printable line of bounded length: a message may have what a file holds."""
+    line = escaped(" ".join(text.split()))
     return line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]}..."
 
 
@@ -169,11 +170,11 @@ def check_unicode(text: str, where: str) -> None:
 
 
 def _say(text: str) -> None:
-    """Write to standard error, if there is one that can be written to."""
+    """Write to standard error, if there is one, without control characters but new lines."""
     if sys.stderr is None:
         return
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(escaped_lines(text), file=sys.stderr, flush=True)
     except OSError:
         _give_up(sys.stderr)
 

@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from detjax.cli.model import keep_compiled_programs
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.defaults import MAX_LORA_RANK
 from detjax.engine.outputs.completion import CompletionOutput
+from detjax.escaping import escaped
 from detjax.pallas_kernels.backend import Backend
 from detjax.proof.canonical_json import canonical_json
 from detjax.proof.signing import SigningKey, read_public_key
@@ -280,7 +281,7 @@ def _backend_that_checks(receipt: "Receipt", asked: str) -> Backend:
     names = [backend.value for backend in Backend]
     if made_by not in names:
         raise ValueError(
-            f"the receipts were made by the kernels {one_line(made_by)!r}, and this detjax has "
+            f"the receipts were made by the kernels {made_by!r:.200}, and this detjax has "
             f"{', '.join(names)}"
         )
     backend = Backend(asked)
@@ -315,7 +316,6 @@ def find_model_of(
     """
     from detjax.models.bundled import BUNDLED, BUNDLED_NAME
     from detjax.models.hub import find_model
-    from detjax.proof.parsing import shown
 
     if model is not None:
         return find_model(model, revision=revision), model
@@ -324,7 +324,7 @@ def find_model_of(
         return find_model(BUNDLED, revision=revision), name
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII) or Path(name).exists():
         raise ValueError(
-            f"the receipts name {shown(name)!r}, a folder; a receipt does not choose what is "
+            f"the receipts name {name!r:.200}, a folder; a receipt does not choose what is "
             "opened on this machine, so give the folder or id of the model with --model"
         )
     return find_model(name, revision=revision or receipt.model["hub_commit"]), name
@@ -351,7 +351,7 @@ def _run(
     for path, said, now in unlike:
         is_told = is_of_build(path) and path not in args.accept
         why = "another build" if is_told else "accepted"
-        console.print(f"{why}: {path} is {said} in the receipts and {now} here", markup=False)
+        _note(console, f"{why}: {path} is {said} in the receipts and {now} here")
     loaded_s = time.perf_counter() - begin_s
     differences, run_s = _rerun(llm, receipts, here, console, plan, what=what, excused=excused)
     stats = llm.engine.stats()
@@ -406,7 +406,7 @@ def _rerun(
     done = kept.done(receipts, plan.checked_lens)
     lens = [0 if i in done else n for i, n in enumerate(plan.checked_lens)]
     if done:
-        console.print(f"{len(done)} receipts are done already, in {plan.results}", markup=False)
+        _note(console, f"{len(done)} receipts are done already, in {plan.results}")
     if plan.has_predictions and llm.model.backend.platform == "cpu":
         _tell_estimate(llm, receipts, lens, console)
     with rich.progress.Progress(
@@ -451,7 +451,30 @@ def _tell_estimate(
             llm.config.model, lengths,
             chunk=engine.prefill_chunk, window=engine.verify_window, backend=llm.model.backend,
         )  # fmt: skip
-        console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
+        _note(console, str(estimate))
+
+
+def _note(console: rich.console.Console, text: str, *, style: str = "") -> None:
+    """Write a line, without control characters."""
+    console.print(escaped(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _verdict(report: Mapping[str, Any], num_different: int) -> Iterator[str]:
+    """Lines for standard output."""
+    model, counts = report["model"], [report["num_receipts"], report["num_tokens"]]
+    if report["drawn"]:
+        checked = report["num_checked_receipts"], report["num_checked_tokens"]
+        counts = [f"{some} of {all_of}" for some, all_of in zip(checked, counts, strict=True)]
+    yield (
+        f"{report['what']} {counts[0]} receipts, {counts[1]} tokens and logprobs: "
+        f"{num_different} receipts differ"
+    )
+    if report["drawn"]:
+        yield f"drawn: {report['drawn']}"
+    yield f"model: weights {model['weights']}, found at {model['folder']}"
+    said, here = report["bits"]["receipts"], report["bits"]["here"]
+    yield f"bits: {here}" if said == here else f"bits: {said} in the receipts and {here} here"
+    yield f"not proven: {'; '.join(report['not_proven'])}"
 
 
 def _tell(
@@ -466,22 +489,11 @@ def _tell(
         lines.append(f"and {len(differences) - MAX_LINES} more")
     style = "bold red" if differences else "bold green"
     for line in lines:
-        loud.print(one_line(line), style=style, highlight=False, markup=False, soft_wrap=True)
-    model, counts = report["model"], [report["num_receipts"], report["num_tokens"]]
-    if report["drawn"]:
-        checked = report["num_checked_receipts"], report["num_checked_tokens"]
-        counts = [f"{some} of {all_of}" for some, all_of in zip(checked, counts, strict=True)]
-    print(
-        f"{report['what']} {counts[0]} receipts, {counts[1]} tokens and logprobs: "
-        f"{len(differences)} receipts differ"
-    )
-    if report["drawn"]:
-        print(f"drawn: {report['drawn']}")
-    print(f"model: weights {model['weights']}, found at {model['folder']}")
-    said, here = report["bits"]["receipts"], report["bits"]["here"]
-    print(f"bits: {here}" if said == here else f"bits: {said} in the receipts and {here} here")
-    print(f"not proven: {'; '.join(report['not_proven'])}")
-    console.print(
+        _note(loud, one_line(line), style=style)
+    for line in _verdict(report, len(differences)):
+        print(escaped(line))
+    _note(
+        console,
         f"{report['what']} with tp {report['tp']}, dp {report['dp']}, batch "
         f"{report['batch_size']}: load {report['load_s']:.1f} s, compile "
         f"{report['compile_s']:.1f} s, run {report['run_s']:.2f} s",
@@ -613,7 +625,7 @@ def _cast_option(weight_cast: str) -> str:
     cast = weight_cast.rpartition(" to ")[2]
     if cast not in options.CAST_WEIGHTS.choices:
         raise ValueError(
-            f"model.weight_cast of the receipts is {one_line(weight_cast)!r:.200}, which ends with "
+            f"model.weight_cast of the receipts is {weight_cast!r:.200}, which ends with "
             f"none of {', '.join(options.CAST_WEIGHTS.choices)}"
         )
     return cast

@@ -27,6 +27,7 @@ from detjax.cli.errors import (
 from detjax.cli.options import Option, add_options, in_flags
 from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.escaping import escaped_lines
 from detjax.models.bundled import BUNDLED_NAME
 
 if TYPE_CHECKING:  # imports JAX
@@ -144,7 +145,11 @@ def _run(args: argparse.Namespace) -> int:
         with bad_input("--b: "):
             b = Setting.parse(args.b)
         divergence = _of_receipt(args, b) if given == ["receipt"] else _of_settings(args, b)
-    text = json.dumps(divergence.to_dict()) if args.format == "json" else f"{divergence}"
+    text = (
+        json.dumps(divergence.to_dict())
+        if args.format == "json"
+        else escaped_lines(f"{divergence}")
+    )
     with output_of(args.output) as out:
         print(text, file=out)
     return BITS_DIFFER if divergence.is_found else OK
@@ -239,7 +244,8 @@ def _of_evidence(args: argparse.Namespace) -> "Divergence":
 def _line(path: str, number: int | None) -> str:
     """The line that is meant of a file with one or several."""
     text = Path(path).expanduser().read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.strip()]
+    # WHY: JSON may hold U+2028 and others as they are, at which `splitlines` divides too.
+    lines = [line for line in text.split("\n") if line.strip()]
     if len(lines) != 1 and number is None:
         raise ValueError(f"it has {len(lines)} answers; choose one with --line N")
     number = number or 1

@@ -15,6 +15,7 @@ from detjax.diverge.runs import ModelSource
 from detjax.diverge.setting import RecordedAnswer, Setting, refuse_adapter
 from detjax.engine.requests.sampling_params import SamplingParams
 from detjax.engine.self_check.evidence import CheckDifference
+from detjax.escaping import escaped
 from detjax.models.loading import LoadedModel
 from detjax.numerics import Build, NumericsProfile
 from detjax.parallel.mesh import DP_AXIS, TP_AXIS
@@ -186,7 +187,7 @@ class Evidence:
                 folder="" if found["folder"] == "None" else found["folder"],
                 build={name: str(value) for name, value in found["build"].items()},
                 time=found["time"],
-                cause=tuple(found.get("cause", ())),
+                cause=tuple(map(str, found.get("cause", ()))),
             )
         except json.JSONDecodeError as error:
             raise ValueError(
@@ -202,12 +203,12 @@ class Evidence:
             build: The build that compared them.
             is_found: Whether a bit differed.
         """
-        notes = [f"the self-check said at {self.time}: {self.difference}"]
+        notes = [escaped(f"the self-check said at {self.time}: {self.difference}")]
         if self.cause:
-            notes.append("the engine then found:\n  " + "\n  ".join(self.cause))
+            notes.append("the engine then found:\n  " + "\n  ".join(map(escaped, self.cause)))
         here = {name: str(value) for name, value in build.facts().items()}
         others = [
-            f"{name} was {self.build.get(name, 'unknown')} and is {value}"
+            f"{name} was {escaped(self.build.get(name, 'unknown'))} and is {value}"
             for name, value in here.items()
             if self.build.get(name) != value
         ]

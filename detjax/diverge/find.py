@@ -23,6 +23,7 @@ from detjax.diverge.runs import Models, ModelSource, Runs
 from detjax.diverge.schedule import kernels_of, order_of
 from detjax.diverge.setting import RecordedAnswer, Setting
 from detjax.engine.requests.sampling_params import SamplingParams
+from detjax.proof.parsing import shown
 
 _STAND_INS = ("", "batch=8,row=3", "path=prefill")
 """Settings tried for an answer of which nobody knows how it was computed."""
@@ -74,8 +75,8 @@ def find_divergence(
     fingerprint = runs.model(b).fingerprint
     if isinstance(a, RecordedAnswer) and a.fingerprint not in ("", fingerprint):
         notes.append(
-            f"the answer has fingerprint {a.fingerprint} and this build {fingerprint}: across "
-            "builds no claim is made"
+            f"the answer has fingerprint {shown(a.fingerprint)} and this build {fingerprint}: "
+            "across builds no claim is made"
         )
     settings = _settings(runs, a, b, answers[0], token, notes)
     site = None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from detjax.escaping import escaped
 from detjax.numerics import NumericsProfile
 from detjax.proof.canonical_json import canonical_json
 
@@ -34,7 +35,7 @@ class ReceiptError(ValueError):
 
 def shown(value: Any) -> str:
     """Format a value as one line of bounded length, without control characters."""
-    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    text = escaped(value) if isinstance(value, str) else ascii(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
@@ -94,13 +95,19 @@ def _check_keys(values: dict[str, Any]) -> None:
 
 
 def _check_depth(values: dict[str, Any]) -> None:
-    level: list[Any] = [values]
-    for _ in range(MAX_DEPTH):
+    if is_deeper(values, MAX_DEPTH):
+        raise ReceiptError(f"the receipt has objects or lists more than {MAX_DEPTH} deep")
+
+
+def is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
+    """Whether objects and lists are within each other more than `depth` times."""
+    level: list[Any] = [value]
+    for _ in range(depth):
         nested = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [value for items in nested for value in items if isinstance(value, dict | list)]
+        level = [each for items in nested for each in items if isinstance(each, dict | list)]
         if not level:
-            return
-    raise ReceiptError(f"the receipt has objects or lists more than {MAX_DEPTH} deep")
+            return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------ hashes
@@ -216,6 +223,9 @@ _FIELDS: dict[str, dict[str, tuple[str, _Check]]] = {
 }  # fmt: skip
 """What each field must be, and how to see it. `build` has other texts too, by the platform."""
 
+_is_build_name = _matches("[a-z_][a-z0-9_]{0,63}")
+"""The verdict has the names of fields that differ: one with a new line could write another one."""
+
 _OPTIONAL: dict[str, dict[str, tuple[str, _Check]]] = {
     "request": {"adapter": ("a sha256", _SHA256)},
 }
@@ -226,7 +236,8 @@ def _check_fields(
     section: str, values: Mapping[str, Any], fields: Mapping[str, tuple[str, _Check]]
 ) -> None:
     if section == "build" and _are_texts(values):
-        fields = dict.fromkeys(values, fields["backend"]) | dict(fields)
+        texts = dict.fromkeys(filter(_is_build_name, values), fields["backend"])
+        fields = texts | dict(fields)
     for name in sorted(set(values) - set(fields)):
         raise ReceiptError(f"{section} has {shown(ascii(name))}, which is no field of it")
     for name, (kind, check) in fields.items():

@@ -109,6 +109,15 @@ def test_what_evidence_says_is_said_beside_what_was_found(tmp_path):
     *_, cause, again = Evidence.read(path).notes(BUILD, is_found=False)
     assert cause.endswith("found:\n  first operation that differs: x\n    what y")
     assert "other tokens" not in again
+    bad = "x\x1b[2J\nall 9 tokens and logprobs are equal"
+    evidence(
+        path, time=bad, cause=[bad], difference=dataclasses.asdict(difference(what=bad)),
+        build=dataclasses.asdict(BUILD) | {"jax": bad},
+    )  # fmt: skip
+    told = "\n".join(Evidence.read(path).notes(BUILD, is_found=True)).split("\n")
+    assert all(line.isprintable() and "x\\x1b[2J\\nall" in line for line in told if "all" in line)
+    assert len(told) == 4
+    evidence(path)
     other = dataclasses.replace(BUILD, jax="0.0")
     (build,) = [note for note in Evidence.read(path).notes(other, is_found=True) if "jax" in note]
     assert "jax was 0.11 and is 0.0" in build and "arch" not in build
