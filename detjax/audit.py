@@ -4,7 +4,7 @@
 The answer is prefilled in windows of many tokens. Each token is chosen again, from its logits and
 the noise of the receipt's seed. Prefill and decode have the same bits, so every token and every
 float32 logprob must equal the receipt's. With --positions tokens are drawn at random, and each
-answer is checked up to its last drawn token.
+answer is checked up to its last drawn token. Lines that are copies of others are checked once.
 """
 
 import argparse
@@ -76,18 +76,24 @@ def _run(args: argparse.Namespace) -> int:
     return run_command(args, what="audited", plan=partial(_plan, args))
 
 
-def _plan(args: argparse.Namespace, receipts: Sequence["Receipt"], backend: Backend) -> CheckPlan:
+def _plan(
+    args: argparse.Namespace,
+    receipts: Sequence["Receipt"],
+    answer_lens: Sequence[int],
+    backend: Backend,
+) -> CheckPlan:
     """Draw positions, and choose steps that fit what is checked."""
     from detjax.proof.positions import checked_lens, draw_positions
 
-    tokens = [len(receipt.token_ids) for receipt in receipts]
-    lens, drawn, not_checked = tokens, "", ""
+    lens, drawn, not_checked = answer_lens, "", ""
     if args.positions is not None:
         seed = secrets.token_hex(8) if args.seed is None else args.seed
         places = draw_positions(receipts, args.positions, seed)
         lens = checked_lens(len(receipts), places)
-        drawn = f"{len(places)} positions of {sum(tokens)}, with --seed {seed}"
-        not_checked = f"{sum(tokens) - sum(lens)} tokens behind the last drawn one of each receipt"
+        drawn = f"{len(places)} positions of {sum(answer_lens)}, with --seed {seed}"
+        not_checked = (
+            f"{sum(answer_lens) - sum(lens)} tokens behind the last drawn one of each receipt"
+        )
     checked = [i for i, n in enumerate(lens) if n]
     sizes = [lens[i] for i in checked], [len(receipts[i].prompt_token_ids) for i in checked]
     if backend.platform == "cpu":

@@ -167,14 +167,15 @@ def run_command(
     args: argparse.Namespace,
     *,
     what: str,
-    plan: Callable[[Sequence["Receipt"], Backend], CheckPlan],
+    plan: Callable[[Sequence["Receipt"], Sequence[int], Backend], CheckPlan],
 ) -> int:
     """Read the receipts, load their model, run them and tell; return the exit code.
 
     Args:
         args: Of `make_receipt_parser`.
         what: Such as "replayed".
-        plan: Says how these receipts are checked with a backend.
+        plan: Says how receipts are checked with a backend, given how many tokens each answer has
+            to be checked: those of a copy are none.
 
     Raises:
         InputError: If something given cannot be done.
@@ -187,13 +188,16 @@ def run_command(
     ):
         _check_given(args)
         _check_accepted(args.accept)
+        from detjax.proof.positions import first_of_copies
         from detjax.proof.receipt import read_receipts
 
         receipts = read_receipts(args.file)
         _check_signers(receipts, args.trust)
         _check_one_model(receipts)
         backend = _backend_that_checks(receipts[0], _backend_of(args, receipts[0]))
-        outcome = _run(args, receipts, what, plan(receipts, backend))
+        is_first = first_of_copies(receipts)
+        lens = [len(r.token_ids) * is_it for r, is_it in zip(receipts, is_first, strict=True)]
+        outcome = _run(args, receipts, lens, what, plan(receipts, lens, backend))
     if args.report is not None:
         args.report.write_text(json.dumps(outcome, indent=2) + "\n")
     return BITS_DIFFER if outcome["differences"] else OK
@@ -333,10 +337,11 @@ def find_model_of(
 def _run(
     args: argparse.Namespace,
     receipts: Sequence["Receipt"],
+    answer_lens: Sequence[int],
     what: str,
     plan: CheckPlan,
 ) -> dict[str, Any]:
-    """Load the model, run the receipts and tell; return the report."""
+    """Load the model, run the receipts and tell; return the report. Copies have length 0."""
     from detjax.proof.identity import Identifier
     from detjax.proof.rerun import is_of_build
 
@@ -356,14 +361,14 @@ def _run(
     differences, run_s = _rerun(llm, receipts, here, console, plan, what=what, excused=excused)
     stats = llm.engine.stats()
     run_s -= stats.compile_s
-    tokens = [len(receipt.token_ids) for receipt in receipts]
     not_checked = [plan.not_checked] if plan.not_checked else []
     report = {
         "what": what,
-        "num_receipts": len(receipts),
-        "num_tokens": sum(tokens),
+        "num_receipts": sum(n > 0 for n in answer_lens),
+        "num_tokens": sum(answer_lens),
+        "num_copies": answer_lens.count(0),
         "num_checked_receipts": sum(n > 0 for n in plan.checked_lens),
-        "num_checked_tokens": sum(map(min, plan.checked_lens, tokens)),
+        "num_checked_tokens": sum(map(min, plan.checked_lens, answer_lens)),
         "drawn": plan.drawn,
         "differences": [
             {"receipt": d.index + 1, "field": d.field, "said": d.receipt, "here": d.here}
@@ -469,6 +474,8 @@ def _verdict(report: Mapping[str, Any], num_different: int) -> Iterator[str]:
         f"{report['what']} {counts[0]} receipts, {counts[1]} tokens and logprobs: "
         f"{num_different} receipts differ"
     )
+    if num_copies := report["num_copies"]:
+        yield f"copies: {num_copies} lines are copies of others, and are not counted"
     if report["drawn"]:
         yield f"drawn: {report['drawn']}"
     yield f"model: weights {model['weights']}, found at {model['folder']}"

@@ -2,7 +2,10 @@
 """Audits of drawn positions: what is drawn, what is checked, what is kept and what it will cost."""
 
 import dataclasses
+import hashlib
+import heapq
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,15 @@ from detjax import audit
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import why_not_runnable
 from detjax.pallas_kernels.kernel_table import KERNELS
+from detjax.proof import positions
 from detjax.proof.cost import Estimate, estimate_audit, products_of_token
 from detjax.proof.kept_results import KeptResults
-from detjax.proof.positions import checked_lens, draw_positions
+from detjax.proof.parsing import ReceiptError
+from detjax.proof.positions import checked_lens, draw_positions, first_of_copies, receipt_hash
 from detjax.proof.receipt import Receipt, read_receipts
 from detjax.proof.rerun import ReceiptDifference
 from detjax.testing.dummies import dummy_config
+from tests.proof.test_receipt import make_key
 
 OF_AN_H200 = Path(__file__).parents[1] / "golden" / "hopper_receipts.jsonl"
 OPTIONS = ["--backend", "reference", "--cache-dir", "none", "--quiet"]
@@ -38,6 +44,75 @@ def test_the_seed_and_the_receipts_alone_decide_what_is_drawn(receipts):
     assert sorted((2 - i, at) for i, at in backwards) == drawn
     assert set(draw_positions(receipts, 7, "beacon")) < set(drawn)
     assert len(draw_positions(receipts, 1000, "x")) == 3 * 48
+
+
+def ranked_by_hash_alone(receipts: list[Receipt], count: int, seed: str) -> list[tuple[int, int]]:
+    """The draw before copies counted as one receipt."""
+    names = [positions.receipt_hash(receipt) for receipt in receipts]
+
+    def rank(place: tuple[int, int]) -> bytes:
+        return hashlib.sha256(f"{seed} {names[place[0]]} {place[1]}".encode()).digest()
+
+    places = ((i, at) for i, one in enumerate(receipts) for at in range(len(one.token_ids)))
+    return heapq.nsmallest(count, places, key=rank)
+
+
+def with_text(receipt: Receipt, text: str) -> Receipt:
+    """Another receipt with few tokens, so that a test takes little time."""
+    answer = receipt.answer | {"text": text, "token_ids": receipt.answer["token_ids"][:4]}
+    return dataclasses.replace(receipt, answer=answer)
+
+
+@pytest.mark.parametrize(("num_forged", "count"), [(100, 20), (100, 1), (10, 2), (1, 20), (1, 100)])
+def test_copies_of_true_receipts_hide_no_forged_one(receipts, monkeypatch, num_forged, count):
+    """The share of seeds that pass is the promised (1 - f)^N at most; copies had raised it."""
+    true = [with_text(receipts[i % 3], f"true {i}") for i in range(10)]
+    forged = [with_text(receipts[i % 3], f"forged {i}") for i in range(num_forged)]
+    lines = [*true * 20, *forged]
+    names = {id(one): positions.receipt_hash(one) for one in lines}
+    monkeypatch.setattr(positions, "receipt_hash", lambda one: names[id(one)])
+    num_seeds = 200
+
+    def passing(draw) -> int:
+        drawn = (draw(lines, count, f"beacon {seed}") for seed in range(num_seeds))
+        return sum(all(i < 200 for i, _ in places) for places in drawn)
+
+    promised = (1 - num_forged / (10 + num_forged)) ** count
+    deviation = math.sqrt(num_seeds * promised * (1 - promised))
+    limit = num_seeds * promised + 4 * deviation
+    assert passing(draw_positions) <= limit
+    if count > 1:  # of one token the copies say nothing
+        assert passing(ranked_by_hash_alone) > limit, "the control is drawn as promised"
+
+
+def test_a_receipt_is_one_however_often_and_by_whom_it_is_signed(receipts, tmp_path):
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    keys = make_key(tmp_path), make_key(other_folder, seed=1)
+    signed = [receipts[0].signed(key) for key in keys]
+    lines = [receipts[0], *signed, receipts[1], signed[1], receipts[2]]
+    assert len({one.to_json() for one in lines}) == 5
+    assert first_of_copies(lines) == [True, False, False, True, False, True]
+    assert len({receipt_hash(one) for one in lines}) == 3
+    drawn = draw_positions(lines, 1000, "x")
+    assert len(drawn) == 3 * 48 and {i for i, _ in drawn} == {0, 3, 5}
+    alone = draw_positions([lines[i] for i in (0, 3, 5)], 20, "beacon")
+    assert [((0, 3, 5)[i], at) for i, at in alone] == draw_positions(lines, 20, "beacon")
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b" \n", b"\n\x0c\n"])
+def test_a_receipt_has_one_spelling_in_a_file(receipts, tmp_path, end):
+    """So equal receipts have equal lines. Only empty lines may stand between them."""
+    path = tmp_path / "r.jsonl"
+    line = receipts[0].to_json().encode()
+    path.write_bytes(line + b"\n\n  \n" + line)
+    assert first_of_copies(read_receipts(path)) == [True, False]
+    path.write_bytes(line + end)
+    if end.strip(b"\n\x0c"):
+        with pytest.raises(ReceiptError, match="not canonical JSON"):
+            read_receipts(path)
+    else:
+        assert len(read_receipts(path)) == 1
 
 
 def test_every_token_is_drawn_alike(receipts):

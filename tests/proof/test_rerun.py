@@ -290,6 +290,33 @@ def test_a_difference_has_an_exit_code_and_a_line(file, receipts, tmp_path, caps
     assert "1 receipts differ" in out and "receipt 2: answer.text is 'something else'" in err
 
 
+@pytest.mark.parametrize("command", ["audit", "replay"])
+def test_copies_are_checked_and_counted_once(receipts, command, tmp_path, capsys):
+    """Also with another signature or none. A receipt keeps its number in the file."""
+    from tests.proof.test_receipt import make_key
+
+    path, report = tmp_path / "copies.jsonl", tmp_path / "report.json"
+    forged = FORGERIES["text"][0](receipts[0])
+    signed = receipts[1].signed(make_key(tmp_path))
+    path.write_text("".join(
+        one.to_json() + "\n" for one in (receipts[1], signed, receipts[1], forged, forged)
+    ))  # fmt: skip
+    given = [str(path), "--cache-dir", "none", "--report", str(report)]
+    assert {"audit": audit, "replay": replay}[command].main(given) == 3
+    out, err = capsys.readouterr()
+    num_tokens = len(receipts[1].token_ids) + len(forged.token_ids)
+    assert f"2 receipts, {num_tokens} tokens and logprobs: 1 receipts differ\n" in out
+    assert "\ncopies: 3 lines are copies of others, and are not counted\n" in out
+    assert "receipt 4: answer.text" in err and "receipt 5" not in err
+    found = json.loads(report.read_text())
+    assert (found["num_receipts"], found["num_copies"], len(found["differences"])) == (2, 3, 1)
+    assert any("not signed" in one for one in found["not_proven"])
+    assert any("whose key" in one for one in found["not_proven"])
+    if command == "audit":
+        assert audit.main([*given, "--positions", "1000", "--seed", "a"]) == 3
+        assert f"drawn: {num_tokens} positions of {num_tokens}, " in capsys.readouterr().out
+
+
 def test_another_build_is_refused_where_it_may_have_other_bits(receipts, tmp_path, capsys):
     """`reference` has the bits of the numerics version, under any release of JAX."""
     path, another = tmp_path / "r.jsonl", "build.jax is 0.9.9 in the receipts and 0.11.2 here"
