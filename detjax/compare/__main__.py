@@ -26,7 +26,8 @@ A and B are files of JSON lines, or addresses of servers with OpenAI's API. A li
 line of python -m detjax.generate --format jsonl or detjax.run_batch, a response of OpenAI's API
 (completions, chat, responses), or an object with `text`. Calls, reasoning and refusals count as
 text. Answers are paired by `id` (of a batch `custom_id`), else by prompt and sequence, else by line
-number.
+number. The exit code is {BITS_DIFFER} if a text, finish_reason, token, logprob or score of --score
+differs, by however little: the p-value of scores has no part in it.
 
 examples:
   python -m detjax.compare old.jsonl new.jsonl
@@ -141,6 +142,7 @@ def _show(found: Comparison, alpha: float, console: rich.console.Console) -> Non
     table = rich.table.Table("", "differ", "of")
     for what, count, total in (
         ("text", found.num_texts, found.num_answers),
+        ("finish_reason", found.num_finish_reasons, found.num_with_finish_reasons),
         ("a token", found.num_tokens, found.num_with_tokens),
         ("a bit of a token or logprob", found.num_bits, found.num_with_bits),
     ):

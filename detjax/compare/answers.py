@@ -9,11 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from detjax.cli.errors import InputError, one_line
-from detjax.proof.parsing import MAX_LINE_BYTES
+from detjax.proof.parsing import MAX_LINE_BYTES, is_deeper
+
+MAX_DEPTH = 64
+"""Of objects and lists within each other in a line. Python reads, compares and writes those."""
+
+_REASONS = {"completed": "stop", "max_output_tokens": "length"}
+"""What ended a response of /v1/responses, and the `finish_reason` that says so elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +34,7 @@ class ComparedAnswer:
         text: The answer; with calls, reasoning or a refusal, all of these as JSON.
         tokens: Its token ids, or their texts; None if the line has none.
         logprobs: One for each token, NaN where the line has null; or None.
+        finish_reason: What ended it; None if the line does not say.
         score: The value of the named field, or None.
     """
 
@@ -36,6 +44,7 @@ class ComparedAnswer:
     text: str
     tokens: tuple[int | str, ...] | None
     logprobs: tuple[float, ...] | None
+    finish_reason: Any = None
     score: float | None
 
 
@@ -90,13 +99,24 @@ def _named_apart(
 def _read(line: bytes, origin: str, number: int, score: str | None) -> list[ComparedAnswer]:
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"{origin} has {len(line)} bytes, more than {MAX_LINE_BYTES}")
+    entry = _object(line, origin)
+    return [answer_of(one, origin, number, score) for one in _choices(entry, origin, number)]
+
+
+def _object(text: bytes, origin: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    is_deep = False
     try:
-        entry = json.loads(line)
+        entry = json.loads(text)
+    except RecursionError:
+        entry, is_deep = {}, True
     except ValueError as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise InputError(f"{origin} is not a JSON object")
-    return [answer_of(one, origin, number, score) for one in _choices(entry, origin, number)]
+    if is_deep or is_deeper(entry, MAX_DEPTH):
+        raise InputError(f"{origin} has objects or lists more than {MAX_DEPTH} deep; flatten it")
+    return entry
 
 
 def _choices(entry: dict[str, Any], origin: str, number: int) -> list[dict[str, Any]]:
@@ -125,7 +145,7 @@ def _named_choices(
     """The choices of a response, or its items as one, with what else a line has."""
     choices = body.get("choices")
     if isinstance(items := body.get("output"), list):  # of /v1/responses
-        choices = [_of_items([item for item in items if isinstance(item, dict)])]
+        choices = [_of_items(items, origin) | {"finish_reason": _end_of(body)}]
     is_list = isinstance(choices, list) and all(isinstance(one, dict) for one in choices)
     if not choices or not is_list:
         raise InputError(f"{origin}: answer {name!r} has no `choices` of objects, nor `output`")
@@ -134,18 +154,53 @@ def _named_choices(
     return [rest | one | {"id": key} for key, one in zip(names, choices, strict=True)]
 
 
-def _of_items(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _end_of(body: Mapping[str, Any]) -> Any:
+    """What ended a response of /v1/responses, as `finish_reason` has it."""
+    details, status = body.get("incomplete_details"), body.get("status")
+    reason = details.get("reason") if isinstance(details, dict) else None
+    reason = status if reason is None else reason
+    return _REASONS.get(reason, reason) if isinstance(reason, str) else reason
+
+
+def _list_of(value: Any, name: str, origin: str) -> list[Any]:
+    """A list that a line may have; null is an empty one."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InputError(f"{origin}: `{name}` is {value!r:.60}, not a list")
+    return value
+
+
+def _an_object(value: Any, name: str, origin: str) -> dict[str, Any]:
+    """An object of a list that a line has."""
+    if not isinstance(value, dict):
+        raise InputError(f"{origin}: `{name}` has {value!r:.60}, which is no object")
+    return value
+
+
+def _of_items(items: Sequence[Any], origin: str) -> dict[str, Any]:
     """A choice that says what the items of /v1/responses say, in order: text, calls, reasoning."""
     texts, others, logprobs = [], [], []
-    for item in items:
-        if item.get("type") in (None, "message"):
-            parts = [part for part in item.get("content") or () if isinstance(part, dict)]
-            texts += [str(part.get("text") or "") for part in parts]
-            others += [("refusal", part["refusal"]) for part in parts if part.get("refusal")]
-            logprobs += [one for part in parts for one in part.get("logprobs") or ()]
-        else:  # ids are drawn, and a status is not said
+    for item in map(partial(_an_object, name="output", origin=origin), items):
+        if item.get("type") not in (None, "message"):
+            # Ids are drawn, and a status is not said.
             told = {k: v for k, v in item.items() if k not in ("id", "call_id", "status")}
             others.append((item.get("type"), told))
+            continue
+        content = item.get("content")
+        if content is None:
+            raise InputError(f"{origin}: a message of `output` has no `content`; give its text")
+        if isinstance(content, str):
+            content = [{"text": content}]
+        for part in _list_of(content, "content", origin):
+            said = _an_object(part, name="content", origin=origin)
+            text, refusal = said.get("text"), said.get("refusal")
+            if isinstance(text, str):
+                texts.append(text)
+            elif not refusal:
+                others.append(("content", said))
+            others += [("refusal", refusal)] if refusal else []
+            logprobs += _list_of(said.get("logprobs"), "logprobs", origin)
     text = "".join(texts)
     return {
         "text": json.dumps([text, *others], sort_keys=True) if others else text,
@@ -153,7 +208,7 @@ def _of_items(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _of_message(message: Mapping[str, Any]) -> Any:
+def _of_message(message: Mapping[str, Any], origin: str) -> Any:
     """What a chat's message says: its content, or with calls and reasoning all of it as JSON."""
     content = message.get("content")
     others = {
@@ -162,7 +217,10 @@ def _of_message(message: Mapping[str, Any]) -> Any:
         if message.get(name)
     }
     if calls := message.get("tool_calls"):
-        others["tool_calls"] = [one.get("function", one) for one in calls if isinstance(one, dict)]
+        others["tool_calls"] = [
+            one.get("function", one) if isinstance(one, dict) else one
+            for one in _list_of(calls, "tool_calls", origin)
+        ]
     if not others:
         return content
     return json.dumps({"content": content or ""} | others, sort_keys=True)
@@ -174,13 +232,13 @@ def answer_of(
     """Return the answer that an object holds.
 
     Raises:
-        InputError: If it has no text, or lacks the score.
+        InputError: If it has no text, lacks the score, or has a logprob that is no float.
     """
     message = entry.get("message")
-    text = _of_message(message) if isinstance(message, dict) else entry.get("text")
+    text = _of_message(message, origin) if isinstance(message, dict) else entry.get("text")
     if not isinstance(text, str):
         raise InputError(f"{origin} has no `text`, nor `choices` with one")
-    tokens, logprobs = _tokens(entry)
+    tokens, logprobs = _tokens(entry, origin)
     return ComparedAnswer(
         key=_key(entry, number),
         sequence=entry.get("sequence"),
@@ -190,6 +248,7 @@ def answer_of(
         text=text,
         tokens=tokens,
         logprobs=logprobs,
+        finish_reason=entry.get("finish_reason"),
         score=None if score is None else _score(entry, score, origin),
     )
 
@@ -204,18 +263,28 @@ def _key(entry: Mapping[str, Any], number: int) -> str:
 
 def _score(entry: Mapping[str, Any], name: str, origin: str) -> float:
     value = entry.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not math.isfinite(_float(value, name, origin)):
         raise InputError(f"{origin}: `{name}` is {value!r:.60}, not a number, true or false")
     return float(value)
 
 
+def _float(value: float, name: str, origin: str) -> float:
+    """A number of JSON, whose integers have any length, as a float."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InputError(f"{origin}: `{name}` is {value!r:.60}, more than a float holds") from error
+
+
 def _tokens(
-    choice: Mapping[str, Any],
+    choice: Mapping[str, Any], origin: str
 ) -> tuple[tuple[int | str, ...] | None, tuple[float, ...] | None]:
     """Return token ids, or else their texts, and logprobs, from detjax's or OpenAI's format."""
     told = choice.get("logprobs")
-    tokens, logprobs = choice.get("token_ids"), told
+    tokens: Any = choice.get("token_ids")
+    logprobs = told
     if isinstance(told, dict) and isinstance(content := told.get("content"), list):
+        content = [_an_object(one, "logprobs", origin) for one in content]
         tokens = tokens or [one.get("token") for one in content]
         logprobs = [one.get("logprob") for one in content]
     elif isinstance(told, dict):
@@ -224,7 +293,7 @@ def _tokens(
     whole = isinstance(logprobs, list) and all(isinstance(p, int | float | None) for p in logprobs)
     return (
         tuple(tokens) if isinstance(tokens, list) else None,
-        tuple(math.nan if p is None else float(p) for p in logprobs)
+        tuple(math.nan if p is None else _float(p, "logprobs", origin) for p in logprobs)
         if whole and logprobs is not None
         else None,
     )
@@ -255,16 +324,18 @@ def ask_server(
     """Ask a server each prompt.
 
     Raises:
-        InputError: If the server cannot be reached, or refuses a request.
+        InputError: If the server cannot be reached, refuses a request, or answers otherwise than
+            OpenAI's API.
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     models = _fetch(f"{base}/v1/models", headers, None, 30.0).get("data")
-    if not models:
+    first = models[0] if isinstance(models, list) and models else None
+    model = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(model, str):
         raise InputError(f"{url} lists no model at /v1/models; give the address of OpenAI's API")
-    model = models[0]["id"]
 
     def answer(number: int) -> ComparedAnswer:
         body = {
@@ -272,8 +343,10 @@ def ask_server(
             "temperature": asked.temperature, "seed": asked.seed, "logprobs": 0,
         }  # fmt: skip
         told = _fetch(f"{base}/v1/completions", headers, body, asked.timeout_s)
-        [choice] = _choices(told | {"prompt": prompts[number]}, url, number)
-        return answer_of(choice, url, number, None)
+        choices = _choices(told | {"prompt": prompts[number]}, url, number)
+        if len(choices) != 1:
+            raise InputError(f"{url} answers prompt {number + 1} {len(choices)} times; n is 1")
+        return answer_of(choices[0], url, number, None)
 
     with ThreadPoolExecutor(max_workers=asked.concurrency) as pool:
         return list(pool.map(answer, range(len(prompts))))
@@ -284,7 +357,7 @@ def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) ->
     request = urllib.request.Request(url, data=data, headers=dict(headers))
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.load(response)
+            text = response.read()
     except urllib.error.HTTPError as error:
         told = one_line(error.read(2000).decode(errors="replace"))
         raise InputError(f"{url} answers {error.code}: {told}") from error
@@ -292,6 +365,7 @@ def _fetch(url: str, headers: Mapping[str, str], body: Any, timeout_s: float) ->
         raise InputError(
             f"{url} does not answer: {error}; start the server, or check its address"
         ) from error
+    return _object(text, f"the answer of {url}")
 
 
 def paired(
@@ -314,7 +388,7 @@ def paired(
         other = second[key]
         if None not in (answer.prompt, other.prompt) and answer.prompt != other.prompt:
             raise InputError(
-                f"{key!r} has another prompt in B than in A: {one_line(str(other.prompt))[:80]!r}; "
+                f"{key!r} has another prompt in B than in A: {str(other.prompt)!r:.80}; "
                 "give each answer an `id`"
             )
         yield answer, other

@@ -42,8 +42,10 @@ class Comparison:
     Attributes:
         num_answers: Pairs of answers.
         num_texts: Pairs whose texts differ.
+        num_finish_reasons: Pairs that ended for another reason.
         num_tokens: Pairs whose tokens differ.
         num_bits: Pairs with a different token or a different bit of a float32 logprob.
+        num_with_finish_reasons: Pairs of which both say why they ended.
         num_with_tokens: Pairs of which both have token ids, or both have the tokens' texts.
         num_with_bits: Pairs of which both have logprobs too.
         first_tokens: The first token that differs, from 0, of each pair whose tokens differ.
@@ -53,8 +55,10 @@ class Comparison:
 
     num_answers: int
     num_texts: int
+    num_finish_reasons: int | None
     num_tokens: int | None
     num_bits: int | None
+    num_with_finish_reasons: int
     num_with_tokens: int
     num_with_bits: int
     first_tokens: tuple[int, ...]
@@ -63,8 +67,10 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no field of the answers differs."""
-        return not (self.num_texts or self.num_tokens or self.num_bits)
+        """Whether nothing that was compared differs: no field of an answer, and no score."""
+        counts = self.num_texts, self.num_finish_reasons, self.num_tokens, self.num_bits
+        scores = self.scores is not None and (self.scores.num_better or self.scores.num_worse)
+        return not (any(counts) or scores)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
@@ -73,6 +79,8 @@ class Comparison:
 
 def compare(pairs: Sequence[tuple[ComparedAnswer, ComparedAnswer]]) -> Comparison:
     """Compare paired answers."""
+    ends = [(a.finish_reason, b.finish_reason) for a, b in pairs]
+    ends = [pair for pair in ends if None not in pair]
     with_tokens = [pair for pair in pairs if _are_alike(*pair)]
     with_bits = [pair for pair in with_tokens if all(one.logprobs is not None for one in pair)]
     found = [_first_difference(a.tokens or (), b.tokens or ()) for a, b in with_tokens]
@@ -81,8 +89,10 @@ def compare(pairs: Sequence[tuple[ComparedAnswer, ComparedAnswer]]) -> Compariso
     return Comparison(
         num_answers=len(pairs),
         num_texts=sum(a.text != b.text for a, b in pairs),
+        num_finish_reasons=sum(a != b for a, b in ends) if ends else None,
         num_tokens=len(firsts) if with_tokens else None,
         num_bits=sum(_bits(a) != _bits(b) for a, b in with_bits) if with_bits else None,
+        num_with_finish_reasons=len(ends),
         num_with_tokens=len(with_tokens),
         num_with_bits=len(with_bits),
         first_tokens=firsts,
@@ -105,7 +115,8 @@ def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
 
 
 def _bits(answer: ComparedAnswer) -> tuple[Any, bytes]:
-    return answer.tokens, np.asarray(answer.logprobs, np.float32).tobytes()
+    with np.errstate(over="ignore"):  # a logprob below -3.4e38 is -inf
+        return answer.tokens, np.asarray(answer.logprobs, np.float32).tobytes()
 
 
 def _gap(a: ComparedAnswer, b: ComparedAnswer) -> float:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m detjax.compare`: what differs between two sets of answers, and what is chance."""
 
+import copy
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -147,6 +148,67 @@ def test_items_of_a_response_are_what_it_says(write, capsys, is_batch):
     assert (code, found["num_texts"], found["num_bits"]) == (BITS_DIFFER, 0, 1)
 
 
+def of_output(*items, **fields) -> dict:
+    return {"object": "response", "output": list(items)} | fields
+
+
+@pytest.mark.parametrize(
+    ("said", "other"),
+    [
+        ({"content": "A"}, {"content": "B"}),
+        ({"content": [{"text": "A"}]}, {"content": "B"}),
+        ({"content": [{"type": "output_audio", "data": "A"}]}, {"content": [{"data": "B"}]}),
+        ({"content": [{"text": 0}]}, {"content": [{"text": ""}]}),
+    ],
+)
+def test_all_that_a_message_of_a_response_says_counts(write, capsys, said, other):
+    a, b = (write(name, of_output(one)) for name, one in (("a", said), ("b", other)))
+    assert compared(capsys, a, a)[0] == OK
+    code, found = compared(capsys, a, b)
+    assert (code, found["num_texts"]) == (BITS_DIFFER, 1)
+
+
+def test_a_text_and_its_only_part_are_equal(write, capsys):
+    a, b = of_output({"content": "A"}), of_output({"content": [{"text": "A"}]})
+    assert compared(capsys, write("a", a), write("b", b))[0] == OK
+
+
+@pytest.mark.parametrize(
+    ("said", "other"),
+    [
+        (line("x", finish_reason="stop"), line("x", finish_reason="length")),
+        (
+            {"choices": [{"text": "x", "finish_reason": "stop"}]},
+            {"choices": [{"text": "x", "finish_reason": "length"}]},
+        ),
+        (
+            of_output({"content": "x"}, status="completed"),
+            of_output(
+                {"content": "x"},
+                status="incomplete",
+                incomplete_details={"reason": "max_output_tokens"},
+            ),
+        ),
+    ],
+    ids=["generate", "completions", "responses"],
+)
+def test_answers_that_ended_for_another_reason_differ(write, capsys, said, other):
+    a, b = write("a", said, said), write("b", other, said)
+    code, found = compared(capsys, a, b)
+    assert code == BITS_DIFFER and not found["num_texts"] and not found["num_bits"]
+    assert (found["num_finish_reasons"], found["num_with_finish_reasons"]) == (1, 2)
+    assert compared(capsys, b, b)[0] == OK
+    assert main([a, b]) == BITS_DIFFER
+    assert "finish_reason" in capsys.readouterr().out
+
+
+def test_a_reason_that_one_set_lacks_is_not_compared(write, capsys):
+    code, found = compared(
+        capsys, write("a", line("x", finish_reason="stop")), write("b", line("x"))
+    )
+    assert (code, found["num_finish_reasons"], found["num_with_finish_reasons"]) == (OK, None, 0)
+
+
 def test_an_answer_without_logprobs_hides_no_other(write, capsys):
     bare = {"text": "z"}
     a = write("a", line("x"), line("y"), bare)
@@ -248,14 +310,22 @@ def test_scores_are_told_with_their_probability(write, capsys):
     a = write("a", *(line("x", correct=x) for x, _ in rows))
     b = write("b", *(line("x", correct=y) for _, y in rows))
     code, found = compared(capsys, a, b, "--score", "correct")
-    assert code == OK
+    assert code == BITS_DIFFER
     scores = found["scores"]
     assert (scores["num_better"], scores["num_worse"]) == (12, 1)
     assert scores["p_value"] == pytest.approx(14 * 2 / 2**13)
-    assert main([a, b, "--score", "correct"]) == OK
+    assert main([a, b, "--score", "correct"]) == BITS_DIFFER
     assert "probability 0.00342: more than chance" in capsys.readouterr().out
-    main([a, b, "--score", "correct", "--alpha", "0.001"])
+    assert main([a, b, "--score", "correct", "--alpha", "0.001"]) == BITS_DIFFER
     assert "no more than chance" in capsys.readouterr().out
+    assert main([a, a, "--score", "correct"]) == main([a, b]) == OK
+
+
+def nested(depth: int) -> dict:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return line("x", prompt=value)
 
 
 @pytest.mark.parametrize(
@@ -286,12 +356,114 @@ def test_scores_are_told_with_their_probability(write, capsys):
             [],
             "answer 'p' has no `choices` of objects, nor `output`",
         ),
+        (
+            [line("x", logprobs=(-1, -int("9" * 400), -1))],
+            [line("x")],
+            [],
+            "a, line 1: `logprobs` is -99999999",
+        ),
+        ([line("x", f=int("9" * 400))], [line("x", f=1)], ["--score", "f"], "a, line 1: `f` is 99"),
+        (
+            [{"text": "x", "logprobs": {"content": ["x"]}}],
+            [line("x")],
+            [],
+            "a, line 1: `logprobs` has 'x', which is no object",
+        ),
+        (
+            [of_output({"content": [{"text": "a", "logprobs": 5}]})],
+            [line("x")],
+            [],
+            "a, line 1: `logprobs` is 5, not a list",
+        ),
+        ([of_output({"content": 5})], [line("x")], [], "a, line 1: `content` is 5, not a list"),
+        ([of_output({"content": [5]})], [line("x")], [], "a, line 1: `content` has 5, which is no"),
+        ([of_output({"text": "x"})], [line("x")], [], "a message of `output` has no `content`"),
+        ([of_output("x")], [line("x")], [], "a, line 1: `output` has 'x', which is no object"),
+        (
+            [{"choices": [{"message": {"content": "x", "tool_calls": 5}}]}],
+            [line("x")],
+            [],
+            "a, line 1: `tool_calls` is 5, not a list",
+        ),
+        ([nested(70)], [line("x")], [], "a, line 1 has objects or lists more than 64 deep"),
     ],
 )
 def test_what_cannot_be_compared_is_named(write, capsys, a, b, argv, said):
     assert main([write("a", *a), write("b", *b), *argv]) == BAD_INPUT
     told = capsys.readouterr().err
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
+def test_lists_that_python_cannot_read_are_named(tmp_path, capsys):
+    path = tmp_path / "a"
+    path.write_text('{"text":' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert main([str(path), str(path)]) == BAD_INPUT
+    assert f"{path}, line 1 has objects or lists more than 64 deep" in capsys.readouterr().err
+
+
+CONTENT = {"content": [{"token": "x", "logprob": -1.0, "top_logprobs": []}]}
+KINDS = (
+    line("x", id="p", prompt="q", finish_reason="stop", sequence=0, score=1),
+    {"choices": [{"index": 0, "text": "x", "logprobs": {"tokens": ["x"], "token_logprobs": [-1]}}]},
+    {"choices": [{"message": {"content": "x", "tool_calls": calls("1"), "refusal": "n"}}]},
+    {"choices": [{"message": {"content": "x"}, "logprobs": CONTENT, "finish_reason": "stop"}]},
+    of_output(
+        {"type": "message", "content": [{"text": "x", "refusal": "n", "logprobs": [{}]}]},
+        {"type": "function_call", "name": "f", "arguments": "1"},
+        status="incomplete",
+        incomplete_details={"reason": "max_output_tokens"},
+    ),
+    of_batch("p", {"choices": [{"index": 0, "text": "x"}]}),
+)
+"""A line of each kind."""
+ODD = (
+    None,
+    True,
+    5,
+    -int("9" * 400),
+    1e300,
+    "x",
+    "\x1b[2K",
+    "\ud800",
+    [],
+    [None],
+    ["x"],
+    {},
+    [[{}]],
+)
+
+
+def places(value, path=()):
+    """The path of each part of a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, one in items if isinstance(value, dict | list) else ():
+        yield (*path, name)
+        if isinstance(one, dict | list):
+            yield from places(one, (*path, name))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_an_odd_value_at_any_place_of_a_line_is_no_fault_of_detjax(write, capsys, kind):
+    count = 0
+    right = write("right", KINDS[kind])
+    for *parents, last in places(KINDS[kind]):
+        for value in ODD:
+            made = place = copy.deepcopy(KINDS[kind])
+            for name in parents:
+                place = place[name]
+            place[last] = value
+            a = write("a", made)
+            for others in ((a, right), (a, a)):
+                code = main([*others, "--score", "score"] if kind == 0 else [*others])
+                out, err = capsys.readouterr()
+                assert code in (OK, BAD_INPUT, BITS_DIFFER), (made, err)
+                assert "\x1b" not in out + err and err.count("\n") <= 1, made
+                count += 1
+    assert count > 100
+
+
+ODD_MODELS = ([], {"data": 5}, {"data": [5]}, {"data": [{}]}, 5)
+ODD_ANSWERS = ([], 5, {}, {"choices": []}, {"choices": [{"text": "x"}, {"text": "y"}]})
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -351,3 +523,37 @@ def test_two_servers_are_asked_the_same_prompts(tmp_path, capsys):
     assert main([even, odd, *prompts]) == BAD_INPUT
     told = capsys.readouterr().err
     assert "does not answer" in told and "start the server, or check its address" in told
+
+
+class OddAnswers(Answers):
+    """A server that answers as no server of OpenAI's API does."""
+
+    models: object
+    answer: object
+
+    def do_GET(self):
+        self._send(self.models)
+
+    def do_POST(self):
+        self._send(self.answer)
+
+
+def test_a_server_that_answers_otherwise_is_named(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("one\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OddAnswers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    good = {"data": [{"id": "m"}]}
+    try:
+        for models, answer in (
+            *((models, {}) for models in ODD_MODELS),
+            *((good, answer) for answer in ODD_ANSWERS),
+        ):
+            OddAnswers.models, OddAnswers.answer = models, answer
+            argv = [url, url, "--prompts-file", str(tmp_path / "prompts.txt")]
+            assert main(argv) == BAD_INPUT, (models, answer)
+            told = capsys.readouterr().err
+            assert told.startswith("error: ") and url in told and told.count("\n") == 1
+    finally:
+        server.shutdown()
+        server.server_close()
