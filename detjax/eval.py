@@ -9,12 +9,13 @@ own choice, which changes no answer:
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 
 from jinja2 import TemplateError
 
-from detjax.cli.errors import EXIT_CODES, OK, bad_input, exit_code
+from detjax.cli.errors import EXIT_CODES, OK, InputError, bad_input, exit_code
 from detjax.models.bundled import BUNDLED_NAME
 from detjax.models.hub import check_model
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
+    check_limit(args)
     with bad_input("--model_args model: "):
         if (model := model_of(args)) is not None:
             name, revision = model
@@ -110,6 +112,29 @@ def model_of(args: Sequence[str]) -> tuple[str, str | None] | None:
             "say the same; give one"
         )
     return named.pop() if named else BUNDLED_NAME, given.get("revision")
+
+
+def check_limit(args: Sequence[str]) -> None:
+    """See that --limit is a number that a task can take, before a model or a task is opened.
+
+    Text that is no number is left to the harness, which names the option.
+
+    Raises:
+        InputError: If it is not above 0.
+    """
+    # As the harness reads it, which takes `--lim` too.
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--limit", "-L", nargs="?")
+    known, _ = parser.parse_known_args(args)
+    try:
+        limit = float(known.limit or "1")
+    except ValueError:
+        return
+    if not 0 < limit < math.inf:
+        raise InputError(
+            f"--limit {known.limit} must be above 0: how many questions of each task, or below 1 "
+            "which share of them"
+        )
 
 
 def with_defaults(args: Sequence[str]) -> list[str]:

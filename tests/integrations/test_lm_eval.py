@@ -204,6 +204,23 @@ def test_what_is_wrong_with_the_command_is_one_line(capsys):
     assert "detjax_sums" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "given", ["--limit -1", "--limit=-1", "-L -1", "-L-1", "--lim -1", "--limit 0", "--limit nan"]
+)
+def test_a_limit_of_no_question_is_named_before_anything_is_opened(given, monkeypatch, capsys):
+    monkeypatch.setattr(detjax_eval, "check_model", lambda *_, **__: pytest.fail("it was opened"))
+    assert detjax_eval.main(["--tasks", "detjax_sums", *given.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --limit ") and "must be above 0" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["", "--limit 0.5", "-L 3", "--limit many", "--limit"])
+def test_a_limit_is_the_harnesss_to_read(given):
+    """Also one that is no number: the harness names the option itself."""
+    args = ["run", "--tasks", "detjax_sums", *given.split()]
+    assert detjax_eval.check_limit(args) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "says"),
