@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from detjax.defaults import AUTO
 from detjax.models.adapters.peft_config import ALL_LINEAR
 from detjax.models.config import ModelConfig
 from detjax.models.decoder import check_mesh
@@ -155,7 +156,7 @@ def default_rollout_tp(config: ModelConfig, backend: str) -> int:
     Without GPUs, or with kernels of a CPU, devices are virtual, and there are enough.
     """
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    is_of_cpu = backend in (Backend.PORTABLE.value, Backend.REFERENCE.value)
+    is_of_cpu = backend != AUTO and Backend(backend).platform == "cpu"
     most = MOST_ROLLOUT_TP if is_of_cpu or not gpus else len(gpus)
 
     def is_allowed(tp: int) -> bool:
