@@ -17,7 +17,10 @@ HEAD_QUANTIZATIONS = ("int8",)
 """What the matrices of a head may be rounded to when it is loaded."""
 
 GPU_MEMORY_UTILIZATION = 0.9
-"""Share of a GPU's memory for weights and cache together."""
+"""Share of each GPU's memory that JAX takes; nine tenths of it are for weights and cache.
+
+WHY: the processes that compile beside it have contexts of their own on the GPU.
+"""
 MAX_LORAS, MAX_LORA_RANK = 8, 16
 """Adapters that may run at once, and their highest rank."""
 

@@ -50,6 +50,7 @@ from detjax.models.weights.files import check_files
 from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.opening import load_drafts, load_on_devices
+from detjax.parallel.gpu_memory import claim_gpu_memory
 from detjax.progress import Progress
 from detjax.proof.identity import Identifier, Identity
 from detjax.proof.receipt import Receipt
@@ -142,9 +143,10 @@ class LLM:
             num_pages: Cache pages over all replicas. None: on a GPU as many as
                 `gpu_memory_utilization` leaves room for; on the CPU as many as `batch_size`
                 sequences of `max_len` need, in 1 GiB at most and a quarter of the free memory.
-            gpu_memory_utilization: Share of a GPU's memory for weights and cache together: of the
-                memory that JAX takes, 75 % of the GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-                otherwise. The rest is for activations.
+            gpu_memory_utilization: Share of each GPU's memory that JAX takes, unless it has already
+                started or XLA_PYTHON_CLIENT_MEM_FRACTION is set; the smaller share counts then.
+                Nine tenths of it are for weights, cache and other arrays of this process, the rest
+                for activations and compiled programs.
             generation_config: "auto": `default_sampling` is what the model's generation_config.json
                 recommends, if it has one. "none": it is `SamplingParams()`.
             chat_template: A file, whose chat template takes the place of the model's.
@@ -178,6 +180,7 @@ class LLM:
             num_pages=num_pages, **engine_options)  # fmt: skip
         _check_engine_options(asked, dp=dp, tp=tp)
         _check_choices(gpu_memory_utilization, generation_config, mode, enable_lora)
+        claim_gpu_memory(gpu_memory_utilization)
         profile = _profile_of(profile, dtype, kv_cache_dtype)
         speculative = _speculative_of(speculative_config)
         _keep_programs(cache_dir)

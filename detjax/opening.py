@@ -28,6 +28,7 @@ from detjax.models.weights.load import ignore_progress
 from detjax.numerics import NumericsProfile
 from detjax.pallas_kernels.backend import Backend
 from detjax.pallas_kernels.backend_choice import choose_backend
+from detjax.parallel.gpu_memory import claim_gpu_memory
 from detjax.parallel.mesh import configure_virtual_devices, devices_of_process, make_mesh
 from detjax.progress import Progress
 
@@ -213,6 +214,7 @@ def choose_placement(
         check_tp(config, tp)
         check_mesh(config, profile, tp)
         configure_virtual_devices(devices_of_process(dp * tp, num_processes))
+    claim_gpu_memory()
     choice = choose_backend(
         None if backend == AUTO else _backend(backend),
         why_not_model=lambda backend: why_unsupported(config, profile, backend, tp),

@@ -390,9 +390,16 @@ def test_the_cache_of_a_cpu_is_bounded(toy, monkeypatch):
         memory.pages_that_fit(toy.model, **ask)
 
 
-def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share():
+def test_the_cache_of_a_gpu_is_what_the_weights_leave_of_the_share(monkeypatch):
     stats = [{"bytes_limit": 1000}, {"bytes_limit": 990}]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert memory.gpu_room(stats, [300, 320], gpu_memory_utilization=0.9) == 891 - 320
+    assert memory.gpu_room(stats, [300, 320], gpu_memory_utilization=1) == 891 - 320
+    assert memory.gpu_room(stats, [0, 320], gpu_memory_utilization=0.45) == 445 - 320
+    # Without the variable JAX has taken 75 %: 990 of 1320.
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert memory.gpu_room(stats, [300, 320], gpu_memory_utilization=0.9) == 891 - 320
+    assert memory.gpu_room(stats, [0, 320], gpu_memory_utilization=0.5) == 594 - 320
     with pytest.raises(ValueError, match="JAX does not say how much memory the GPU has"):
         memory.gpu_room([{}], [0], gpu_memory_utilization=0.9)
 

@@ -19,12 +19,14 @@ from detjax.models.loading import LoadedModel, random_model
 from detjax.models.params import check_tp
 from detjax.numerics import Build, NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
+from detjax.parallel.gpu_memory import claim_gpu_memory
 from detjax.parallel.mesh import configure_virtual_devices
 
 
 def start_devices(args: argparse.Namespace) -> None:
     """Make the requested virtual CPU devices; JAX starts here."""
     configure_virtual_devices(max(args.devices, args.dp * args.tp))
+    claim_gpu_memory(_share(args))
     jax.devices("cpu")
 
 
@@ -42,11 +44,14 @@ def open_subject(args: argparse.Namespace, dp: int, tp: int) -> Subject:
         asked["max_len"] = min(768, model.config.max_position_embeddings)
     if (dp, tp) != (args.dp, args.tp):
         asked.pop("num_pages", None)  # of all replicas of the first mesh
-    share = args.gpu_memory_utilization
-    share = GPU_MEMORY_UTILIZATION if share is None else share
-    subject = Subject(model, config_on(model, asked, gpu_memory_utilization=share))
+    subject = Subject(model, config_on(model, asked, gpu_memory_utilization=_share(args)))
     check_max_len(subject.config.max_len, model.profile)
     return subject
+
+
+def _share(args: argparse.Namespace) -> float:
+    share = args.gpu_memory_utilization
+    return GPU_MEMORY_UTILIZATION if share is None else share
 
 
 def _open_model(args: argparse.Namespace, dp: int, tp: int) -> LoadedModel:

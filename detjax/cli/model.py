@@ -95,13 +95,12 @@ class OpenModel:
         """
         from detjax.sizing import choose_sizes
 
-        share = self.args.gpu_memory_utilization
         self.processes.check_same("requests", repr(work))
         with self.processes.working(), bad_input(rephrase=as_flags):
             return choose_sizes(
                 self.model,
                 asked,
-                gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
+                gpu_memory_utilization=_share(self.args),
                 work=work,
                 draft_model=self.draft_model,
             )
@@ -266,7 +265,9 @@ def _load(
     """Load the weights on the mesh; also return why these kernels run them."""
     from detjax.numerics import NumericsProfile
     from detjax.opening import MeshError, load_on_devices
+    from detjax.parallel.gpu_memory import claim_gpu_memory
 
+    claim_gpu_memory(_share(args))
     with bad_input():
         profile = NumericsProfile(
             weight_dtype=args.dtype, compute_dtype=args.compute,
@@ -289,6 +290,11 @@ def _load(
             text = as_flags(str(error))
             prefix = "" if "--tp " in text else f"--dp {args.dp} --tp {args.tp}: "
             raise InputError(f"{prefix}{text}") from error
+
+
+def _share(args: GenerateArgs) -> float:
+    share = args.gpu_memory_utilization
+    return GPU_MEMORY_UTILIZATION if share is None else share
 
 
 def keep_compiled_programs(cache_dir: str) -> None:

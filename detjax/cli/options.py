@@ -303,8 +303,9 @@ GPU_MEMORY_UTILIZATION = Option(
     parse=float,
     metavar="SHARE",
     default_text=f"{defaults.GPU_MEMORY_UTILIZATION}",
-    help="fraction of JAX's GPU memory for weights and cache together. JAX takes 75 %% of the GPU, "
-    "or the fraction in XLA_PYTHON_CLIENT_MEM_FRACTION. GPUs only",
+    help="share of each GPU's memory that this process takes, as in vLLM. Nine tenths of it are "
+    "for weights and cache, the rest for activations. If XLA_PYTHON_CLIENT_MEM_FRACTION is set, "
+    "the process takes that share, and the smaller of both counts. GPUs only",
 )
 MODE = replace(
     of_field(EngineConfig, "mode"),

@@ -276,6 +276,7 @@ def _find(
     from detjax.models.tokenizer import Tokenizer
     from detjax.numerics import NumericsProfile
     from detjax.opening import load_on_devices
+    from detjax.parallel.gpu_memory import claim_gpu_memory
     from detjax.parallel.mesh import configure_virtual_devices
     from detjax.proof.identity import Identifier
 
@@ -307,6 +308,7 @@ def _find(
     with bad_input():
         # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
         configure_virtual_devices(max(setting.dp * setting.tp for setting in settings))
+        claim_gpu_memory()
         jax.devices()
         prompt = a.prompt_token_ids if isinstance(a, RecordedAnswer) else args.prompt
         prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

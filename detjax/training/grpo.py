@@ -25,6 +25,7 @@ from detjax.models.tokenizer import Tokenizer
 from detjax.numerics import NumericsProfile
 from detjax.opening import choose_placement, load_on_devices
 from detjax.pallas_kernels.backend import Backend
+from detjax.parallel.gpu_memory import claim_gpu_memory
 from detjax.parallel.mesh import configure_virtual_devices, make_mesh
 from detjax.training.checkpoint import check_no_state, newest_state, restore_state, save_state
 from detjax.training.extras import optax
@@ -183,6 +184,7 @@ def prepare(args: GrpoArgs) -> GrpoSetup:
     sizes = BatchSizes(**lengths | {k: v for k, v in given.items() if v is not None})
     # JAX makes its virtual devices once, when it starts: as many as the larger mesh needs.
     configure_virtual_devices(max(args.rollout_tp or MOST_ROLLOUT_TP, args.devices))
+    claim_gpu_memory()
     jax.devices()
     folder, profile = find_model(args.model), NumericsProfile()
     config = load_config(folder)

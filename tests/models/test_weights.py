@@ -227,6 +227,19 @@ def test_every_parameter_is_split_as_its_spec_says(tmp_path):
 
 
 @pytest.mark.slow
+def test_weights_that_no_gpu_holds_are_refused_before_one_is_read(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path, random_tensors(CONFIG))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(load(folder)))
+    monkeypatch.setattr(weights_load, "memory_limit", lambda devices: size)
+    load(folder)
+    monkeypatch.setattr(weights_load, "memory_limit", lambda devices: size - 1)
+    read = []
+    monkeypatch.setattr(weights_load, "place_stored", lambda *args, **keys: read.append(args))
+    with pytest.raises(ValueError, match="at tp=1, and JAX has .* use more GPUs"):
+        load(folder)
+    assert not read
+
+
 def test_tied_head_is_the_very_array_of_the_embeddings_on_one_rank(tmp_path):
     folder = write_folder(tmp_path, random_tensors(TIED))
     params = load(folder, TIED)
@@ -418,7 +431,7 @@ def test_other_target_dtypes_are_refused(tmp_path, dtype):
 def test_quantised_tensors_are_refused(tmp_path):
     tensors = random_tensors(CONFIG)
     name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].astype(np.int8)
+    tensors[name] = np.zeros(tensors[name].shape, np.int8)
     with pytest.raises(ValueError, match=rf"'{name}' in .* is I8, which is not supported"):
         load(write_folder(tmp_path, tensors))
 

@@ -18,9 +18,12 @@ from detjax.engine.config import (
 from detjax.engine.running.device_arrays import pages_shape
 from detjax.models.heads.head import AnyDraftModel
 from detjax.models.loading import LoadedModel
+from detjax.parallel.gpu_memory import FRACTION, claimed_share
 from detjax.parallel.mesh import DP_AXIS
 
 ROOM_STEP_BYTES = 2**26
+_CACHE_SHARE = 0.9
+"""Of a GPU's memory, for weights and cache; the rest is for activations and programs."""
 _PREFIX_SHARE = 8
 """For how many pages there is one of local layers for prefixes, at least."""
 CPU_CACHE_BYTES = 2**30
@@ -179,17 +182,16 @@ def pages_that_fit(
 ) -> int:
     """Return how many pages the devices hold beside the weights, a multiple of dp.
 
-    On a GPU: of JAX's share of each GPU's memory (`bytes_limit`: 75 % of the GPU unless the
-    environment's XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise), `gpu_memory_utilization` for
-    weights and cache together, less other arrays that are there; the rest is for activations and
-    compiled programs. It is no more than `largest_buffer`. On the CPU: a quarter of the free
-    memory, 1 GiB at most. 8-bit drafts are counted with the weights. Room is a multiple of 64 MiB
-    where there is as much, so that a second start chooses the same number: a program is compiled
-    for one number of pages.
+    On a GPU: nine tenths of `gpu_memory_utilization`, or of JAX's share of the GPU (`bytes_limit`)
+    if that is less, for weights and cache together, less other arrays that are there; the tenth is
+    for activations and compiled programs. It is no more than `largest_buffer`. On the CPU: a
+    quarter of the free memory, 1 GiB at most. 8-bit drafts are counted with the weights. Room is a
+    multiple of 64 MiB where there is as much, so that a second start chooses the same number: a
+    program is compiled for one number of pages.
 
     Args:
         model: Loaded.
-        gpu_memory_utilization: In (0, 1].
+        gpu_memory_utilization: Share of each GPU's memory, in (0, 1].
         draft_weights: As `EngineConfig` has it.
         draft_model: Loaded beside it; each page has a part in its cache.
         local_of: From pages to pages of local layers beside them, both over all replicas; 0 gives
@@ -218,8 +220,7 @@ def pages_that_fit(
         a_page = cache_bytes(model, model.mesh.shape[DP_AXIS], draft_model) // model.mesh.size
         raise ValueError(
             f"the weights leave {room / 2**20:.1f} MiB of a device for the cache, "
-            f"and a page takes {a_page / 2**20:.1f} MiB; raise gpu_memory_utilization "
-            "(--gpu-memory-utilization) or XLA_PYTHON_CLIENT_MEM_FRACTION, or use more devices (tp)"
+            f"and a page takes {a_page / 2**20:.1f} MiB; {_more_room(devices[0].platform)}"
         )
     return num_pages
 
@@ -289,7 +290,20 @@ def gpu_room(
             "platform; unset that, or give num_pages (--cache-pages)"
         )
     limit = min(its["bytes_limit"] for its in stats)
-    return min(int(limit * gpu_memory_utilization) - max(held), *map(largest_buffer, stats))
+    asked = gpu_memory_utilization / claimed_share()  # of `limit`
+    usable = int(limit * min(1.0, asked) * _CACHE_SHARE)
+    return min(usable - max(held), *map(largest_buffer, stats))
+
+
+def _more_room(platform: str) -> str:
+    """What gives a cache more room."""
+    if platform == "cpu":
+        return "free memory of the host, or use a smaller model"
+    return (
+        f"JAX has {claimed_share():.0%} of the GPU: raise gpu_memory_utilization "
+        f"(--gpu-memory-utilization) in a new process, or {FRACTION} if it is set, or use more "
+        "devices (tp)"
+    )
 
 
 def largest_buffer(stats: Mapping[str, int]) -> int:

@@ -32,6 +32,7 @@ from detjax.models.weights.packed import MatrixForm, kept_form, place_packed, pl
 from detjax.models.weights.place import ExpertRows, place_joined, place_tensor
 from detjax.models.weights.reading import open_weights
 from detjax.pallas_kernels.linear.quantized import AnyMatrix
+from detjax.parallel.gpu_memory import claimed_share, memory_limit
 
 Progress = Callable[[str, int, int], None]
 """Called with what was just done, bytes done, and bytes in all.
@@ -105,12 +106,8 @@ def load_params(
         can_cast = cast_weights != NO_CAST
         check_tensors(folder, tensors, wanted, dtype=target, can_cast=can_cast)
 
-        forms = {
-            tensor.hf_name: kept
-            for spec in made
-            for kept in [kept_form(spec, tensors, mesh.shape["tp"], form)]
-            for tensor in spec.tensors
-        }
+        forms = _forms(tensors, made, mesh.shape["tp"], form)
+        _check_room(folder, made, forms, mesh, dtype=target)
 
         def read(spec: TensorSpec) -> AnyMatrix:
             return place_stored(tensors, spec, mesh, dtype=target, form=forms[spec.hf_name])
@@ -136,6 +133,52 @@ def load_params(
 
         in_order = [tensor for spec in made for tensor in spec.tensors]
         return assemble(specs, mesh, _noting(map_ahead(read, in_order, NUM_READERS, stack), note))
+
+
+def _forms(
+    tensors: Mapping[str, StoredTensor], made: list[ParamSpec], tp: int, form: MatrixForm
+) -> dict[str, MatrixForm]:
+    """How each tensor will lie on the devices, by its name in the checkpoint."""
+    return {
+        tensor.hf_name: kept
+        for spec in made
+        for kept in [kept_form(spec, tensors, tp, form)]
+        for tensor in spec.tensors
+    }
+
+
+def _check_room(
+    folder: Path,
+    made: list[ParamSpec],
+    forms: Mapping[str, MatrixForm],
+    mesh: Mesh,
+    *,
+    dtype: jnp.dtype,
+) -> None:
+    """Refuse weights that are larger than the memory of a GPU, before any is read.
+
+    Their size is not more than they will take: codes count as 4 bits, and every matrix as if the
+    ranks shared it.
+
+    Raises:
+        ValueError: If so.
+    """
+    limit = memory_limit(mesh.local_devices)
+    if limit is None:
+        return
+    bits = {MatrixForm.EXPANDED: None, MatrixForm.PACKED: 4, MatrixForm.W8A8: 8}
+    total = 0
+    for tensor in (tensor for spec in made for tensor in spec.tensors):
+        of_one = bits[forms[tensor.hf_name]] or tensor.dtype(dtype).itemsize * 8
+        total += math.prod(tensor.shape) * of_one // 8
+    tp = mesh.shape["tp"]
+    if total // tp > limit:
+        raise ValueError(
+            f"the weights of {folder.name} take at least {total / tp / 2**30:.1f} GiB of each GPU "
+            f"at tp={tp}, and JAX has {limit / 2**30:.1f} GiB, {claimed_share():.0%} of the GPU; "
+            "use more GPUs (--tp), a quantised checkpoint, or a higher gpu_memory_utilization "
+            "(--gpu-memory-utilization) in a new process"
+        )
 
 
 def _noting[Spec](
