@@ -199,10 +199,8 @@ class LLM:
             max_expert_lora_rank=max_expert_lora_rank))  # fmt: skip
         engine = choose_sizes(loaded, _asked(speculative, asked), draft_model=draft_model,
                               gpu_memory_utilization=gpu_memory_utilization)  # fmt: skip
-        config = LLMConfig.of(
-            loaded, engine, name=str(model), folder=folder, backend_reason=reason,
-            speculative=speculative, draft_model=draft_model,
-        )  # fmt: skip
+        config = LLMConfig.of(loaded, engine, name=str(model), folder=folder, backend_reason=reason,
+                              speculative=speculative, draft_model=draft_model)  # fmt: skip
         self._begin(loaded, tokenizer, config, sampling, draft_model=draft_model)
 
     @classmethod
