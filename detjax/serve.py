@@ -44,6 +44,7 @@ from detjax.cli.options import (
 from detjax.cli.receipts import check_signing_key
 from detjax.defaults import check_cache_dtype, kv_cache_dtype_of
 from detjax.engine.config import EngineConfig, check_adapter_mode
+from detjax.models.adapters.limits import check_adapter_sizes
 from detjax.models.adapters.peft_config import read_peft_config
 from detjax.models.tokenizer_files import read_template_file
 from detjax.parallel.job_spec import JobSpec, find_job
@@ -411,6 +412,9 @@ def check_options(args: argparse.Namespace) -> None:
     _check_web_options(args)
 
 
+_ADAPTER_SIZES = "max_loras", "max_lora_rank", "max_expert_lora_rank"
+
+
 def check_engine_options(args: argparse.Namespace) -> None:
     """Refuse what no engine could do.
 
@@ -421,11 +425,13 @@ def check_engine_options(args: argparse.Namespace) -> None:
     _check_not_empty(args, "served_model_name")
     check_counts(args, _AT_LEAST_1)
     of_model = options.KV_CACHE_DTYPE, options.DTYPE, options.ENABLE_LORA
+    sizes = {name: getattr(args, name) for name in _ADAPTER_SIZES}
     with bad_input(rephrase=partial(in_flags, options=(*ENGINE_OPTIONS, *of_model))):
         EngineConfig(**{"batch_size": 2**16, **engine_options(args)})
         check_replicas(args.batch_size, None, args.dp)
         has_adapters = args.enable_lora or bool(args.lora_modules)
         check_adapter_mode(args.mode, has_adapters=has_adapters)
+        check_adapter_sizes(is_enabled=has_adapters, **sizes)
         check_cache_dtype(kv_cache_dtype_of(args.kv_cache_dtype), args.dtype)
 
 

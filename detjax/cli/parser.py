@@ -19,6 +19,7 @@ from detjax.cli.options import NO_CACHE, add_options
 from detjax.cli.receipts import check_can_sign
 from detjax.defaults import NO_CAST, check_cache_dtype, kv_cache_dtype_of
 from detjax.engine.config import check_adapter_mode
+from detjax.models.adapters.limits import check_adapter_sizes
 
 DESCRIPTION = """\
 Continue prompts with a language model (docs/models.md lists the families). The token ids and the
@@ -145,6 +146,12 @@ def _check_engine(args: GenerateArgs) -> None:
     with bad_input(rephrase=as_flags):
         has_adapters = args.enable_lora or bool(args.lora_modules)
         check_adapter_mode(args.mode, has_adapters=has_adapters)
+        check_adapter_sizes(
+            is_enabled=has_adapters,
+            max_loras=args.max_loras,
+            max_lora_rank=args.max_lora_rank,
+            max_expert_lora_rank=args.max_expert_lora_rank,
+        )
         check_cache_dtype(kv_cache_dtype_of(args.kv_cache_dtype), args.compute)
     share = args.gpu_memory_utilization
     check_share(share)

@@ -552,7 +552,7 @@ def _read_adapters(
 ) -> list["Adapter"]:
     """The adapters of folders, of any rank."""
     from detjax.models.adapters.adapter import read_adapter
-    from detjax.models.adapters.peft_config import MAX_RANK
+    from detjax.models.adapters.limits import MAX_RANK
 
     options = {"dtype": profile.param_dtype, "max_rank": MAX_RANK, "max_expert_rank": MAX_RANK}
     return [read_adapter(folder, config, **options) for folder in folders]

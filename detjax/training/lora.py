@@ -27,11 +27,11 @@ from detjax.models.adapters.adapter import (
     BaseModel,
     targeted_modules,
 )
+from detjax.models.adapters.limits import MAX_RANK
 from detjax.models.adapters.low_rank import Adapter, LowRank
 from detjax.models.adapters.peft_config import (
     ALL_LINEAR,
     CONFIG_NAME,
-    MAX_RANK,
     PeftConfig,
     matches,
 )

@@ -90,7 +90,7 @@ def test_rows_of_the_model_alone_have_the_bits_of_a_model_without_room(expected,
     assert plain.digest() == expected["novels-6m"].digest()
     with pytest.raises(ValueError, match="give enable_lora=True"):
         llm.generate(PROMPT, SAMPLING, lora_request=detjax.LoRARequest("a", 1, "/tmp"))
-    with pytest.raises(ValueError, match="give enable_lora=True"):
+    with pytest.raises(ValueError, match="max_loras=3 is a size of adapters; set enable_lora, too"):
         detjax.LLM(max_loras=3, show_progress=False, max_len=64)
 
 

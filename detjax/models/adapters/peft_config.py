@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from detjax.models.adapters.limits import MAX_RANK
 from detjax.models.hf_values import read_object
 
 CONFIG_NAME = "adapter_config.json"
-
-MAX_RANK = 128
-"""Highest rank of an adapter."""
 
 ALL_LINEAR = "all-linear"
 

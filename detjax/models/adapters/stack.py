@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from detjax.array_types import Array, Int32
 from detjax.defaults import MAX_LORA_RANK, MAX_LORAS
+from detjax.models.adapters.limits import check_adapter_sizes
 from detjax.models.adapters.low_rank import Adapter, LowRank
-from detjax.models.adapters.peft_config import MAX_RANK
 from detjax.models.adapters.program import ADAPTERS, LAYERS, SLOTS
 from detjax.models.loading import LoadedModel
 from detjax.models.params import (
@@ -64,33 +64,17 @@ class AdapterSizes:
 
     def __post_init__(self):
         """Check the ranges."""
-        if self.max_loras < 1:
-            raise ValueError(f"max_loras={self.max_loras} must be at least 1 (--max-loras)")
-        if not 1 <= self.max_lora_rank <= MAX_RANK:
-            raise ValueError(
-                f"max_lora_rank={self.max_lora_rank} must be from 1 to {MAX_RANK} (--max-lora-rank)"
-            )
-        if not 0 <= self.max_expert_lora_rank <= MAX_RANK:
-            raise ValueError(
-                f"max_expert_lora_rank={self.max_expert_lora_rank} must be from 0 to {MAX_RANK} "
-                "(--max-expert-lora-rank)"
-            )
+        check_adapter_sizes(is_enabled=True, **dataclasses.asdict(self))
 
     @classmethod
     def of(cls, is_enabled: bool, **given: int) -> "AdapterSizes | None":
         """Return the sizes if adapters are wanted at all.
 
         Raises:
-            ValueError: If they are not, and a size is given that is not the default.
+            ValueError: As `check_adapter_sizes` says.
         """
-        sizes = cls(**given)
-        if not is_enabled and sizes != cls():
-            raise ValueError(
-                f"max_loras={sizes.max_loras}, max_lora_rank={sizes.max_lora_rank} and "
-                f"max_expert_lora_rank={sizes.max_expert_lora_rank} are of adapters; give "
-                "enable_lora=True (--enable-lora) as well"
-            )
-        return sizes if is_enabled else None
+        check_adapter_sizes(is_enabled=is_enabled, **given)
+        return cls(**given) if is_enabled else None
 
     @property
     def rank(self) -> int:
