@@ -236,10 +236,14 @@ EXPERT_KERNELS = Part(
 # ------------------------------------------------------------------------------- whole engines
 
 OURS = "detjax invariant bfloat16"
-SHORT = (OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16")
+SHORT = (
+    OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16",
+    "SGLang default bfloat16", "SGLang batch-invariant bfloat16",
+)  # fmt: skip
 """Engines of README's table: the same weights in the same number format."""
 
-ENGINE_CASES: tuple[tuple[str, Callable[[dict], float | None], int], ...] = (
+type EngineCase = tuple[str, Callable[[dict], float | None], int]
+ENGINE_CASES: tuple[EngineCase, ...] = (
     ("decode, batch 1, ms", lambda row: row.get("decode_ms", {}).get("1"), 2),
     ("decode, batch 8, ms", lambda row: row.get("decode_ms", {}).get("8"), 2),
     ("decode, batch 64, ms", lambda row: row.get("decode_ms", {}).get("64"), 2),
@@ -259,17 +263,27 @@ def is_one_command(found: list[dict]) -> bool:
     return bool(found) and "gpus" in found[0]
 
 
-def engine_table(found: list[dict], names: tuple[str, ...] = ()) -> list[str]:
+def engine_table(
+    found: list[dict], names: tuple[str, ...] = (), cases: tuple[EngineCase, ...] = ENGINE_CASES
+) -> list[str]:
     """A line for each case, a column for each engine."""
-    by_name = {row["engine"]: row for row in found if "error" not in row}
-    shown = [by_name[name] for name in names or by_name if name in by_name]
+    measured = {(row.get("host", ""), row["engine"]): row for row in found if "error" not in row}
+    shown = [row for (_, name), row in measured.items() if name in names or not names]
     lines = []
-    for case, read, num_digits in ENGINE_CASES:
+    for case, read, num_digits in cases:
         values = map(read, shown)
         cells = ["" if value is None else f"{value:.{num_digits}f}" for value in values]
         if any(cells):
             lines.append([case, *cells])
-    return table(["", *map(engine_name, shown)], lines) if lines else []
+    columns = [
+        f"{row['host']}: {engine_name(row)}" if "host" in row else engine_name(row) for row in shown
+    ]
+    return table(["", *columns], lines) if lines else []
+
+
+def hosts_of(found: list[dict]) -> str:
+    """The hosts that rows are of, such as "a and b"; empty if they do not tell."""
+    return " and ".join(sorted({row["host"] for row in found if "host" in row}))
 
 
 def engine_name(row: dict) -> str:
@@ -305,11 +319,13 @@ def speed() -> list[str]:
     if not ours:
         return []
     each = " each of one host" if ours[-1].get("gpus", 2) > 1 else ", one after another"
+    if hosts := hosts_of(found):
+        each = f" of hosts {hosts}"
     return [
         f"Llama-3.1-8B shapes, bfloat16, whole engines, one {ours[-1]['gpu']}{each}, "
         f"{day_of(ours[-1])}, detjax at commit {ours[-1]['version']}:",
         "",
-        *engine_table(found, SHORT),
+        *engine_table(found, SHORT, ENGINE_CASES[:1] + ENGINE_CASES[2:]),
     ]
 
 
@@ -343,17 +359,28 @@ def engine_note(found: list[dict]) -> str:
     row = found[0]
     count = row["gpus"]
     where = f"{count} at a time, a GPU of one host each" if count > 1 else "one after another"
+    run = "one run of "
     versions = {}
     for one in found:
         versions |= one.get("versions", {})
     named = [f"{name} {versions[name]}" for name in ("jax", "torch", "triton") if name in versions]
+    if hosts := hosts_of(found):
+        run, where = "", f"{where}, of hosts {hosts}"
     note = (
-        f"{row['gpu']}, driver {row['driver']}, Llama-3.1-8B shapes, one run of "
+        f"{row['gpu']}, driver {row['driver']}, Llama-3.1-8B shapes, {run}"
         f"`python -m benchmarks.peers`, {day_of(row)}, engines {where}. detjax at commit "
-        f"{row['commit']}; {', '.join(named)}. {PROTOCOL.format(prompts='1000 random')} "
-        "In W8A8 activations have a scale for each token. detjax's weights have one for each "
-        "channel, those of vLLM's `fp8` one for each matrix."
+        f"{row['commit']}; {', '.join(named)}. {PROTOCOL.format(prompts='1000 random')}"
     )
+    if any("W8A8" in one["engine"] for one in found):
+        note += (
+            " In W8A8 activations have a scale for each token. detjax's weights have one for each "
+            "channel, those of vLLM's `fp8` one for each matrix."
+        )
+    if any(one["engine"].startswith("SGLang") for one in found):
+        note += (
+            " SGLang ran with FlashAttention 3 and CUDA graphs; its batch-invariant mode is "
+            "`enable_deterministic_inference`."
+        )
     settings = {f"{k}={v}" for one in found for k, v in one.get("environment", {}).items()}
     note += "".join(f" detjax ran with {setting}." for setting in sorted(settings))
     measured = {one["engine"] for one in found if "error" not in one}
@@ -378,7 +405,7 @@ def engines() -> list[str]:
                 lines += ["", engine_note(found), "", *engine_table(found)]
             shown |= names
     lines += HTTP.lines(FIRST_GPU)
-    return ["", "### Compared with vLLM", *lines] if lines else []
+    return ["", "### Compared with vLLM and SGLang", *lines] if lines else []
 
 
 # ------------------------------------------------------------------------- at production sizes
