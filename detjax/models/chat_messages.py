@@ -5,6 +5,7 @@ A template prints what it knows and drops the rest in silence. So what a message
 into the one form that all templates read, or refused, with the place where it is.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -14,6 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_NAMED = ", ".join(ROLES)
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 """What a function takes that has no `parameters`."""
@@ -28,6 +31,7 @@ _OF_OTHERS = {
 }
 """Fields that a template reads of other roles."""
 
+_INSTEAD = {"function_call": "give tool_calls, and role 'tool' for what the function returned"}
 _HINTS = ("prompt_cache_breakpoint", "cache_control")
 """Of a part of text; they decide nothing."""
 
@@ -161,7 +165,8 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES and role not in habits.literals:
         said = "missing" if role is None else f"{role!r:.80}"
-        raise ValueError(f"{where}.role is {said}; give one of {', '.join(ROLES)}")
+        what = "give tool, with tool_call_id" if role == "function" else f"give one of {_NAMED}"
+        raise ValueError(f"{where}.role is {said}; {what}")
     kept = {
         name: value
         for name, value in message.items()
@@ -176,8 +181,8 @@ def _message(where: str, message: Mapping[str, Any], habits: Habits) -> dict[str
     for name, value in kept.items():
         if name not in known:
             raise ValueError(
-                f"{where}.{name}: neither OpenAI's API nor this model's chat template has it for "
-                f"the role {role!r:.80}; leave it out"
+                f"{where}.{name}: this model's chat template does not have it for the role "
+                f"{role!r:.80}; {_INSTEAD.get(name, 'leave it out')}"
             )
         if name in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str):
             raise ValueError(f"{where}.{name} is {value!r:.80}; give text")
@@ -216,6 +221,8 @@ def _content(where: str, message: Mapping[str, Any], habits: Habits) -> str | No
     says_more = any(name in message for name in ("tool_calls", "reasoning_content", "thinking"))
     if content is None and says_more:
         return None if habits.tests_null else ""
+    if content is None and "content" in message and message.get("role") == "assistant":
+        return ""  # an answer that was cut in its reasoning, which its client did not keep
     said = "missing" if content is None else f"{content!r:.80}"
     raise ValueError(f'{where} is {said}; give text, or a list of {{"type": "text", "text": ...}}')
 
@@ -255,18 +262,25 @@ def _tool_call(where: str, call: Any, habits: Habits) -> dict[str, Any]:
 
 
 def _arguments(where: str, given: Any, habits: Habits) -> dict[str, Any] | str:
-    """As the template reads them. An empty text is no arguments."""
-    try:
+    """As the template reads them. An empty text is no arguments.
+
+    A text that is no object in JSON stays as it is: a model may write it, or be cut in it, and its
+    client sends it back beside the error that it made.
+    """
+    found = given
+    if isinstance(given, str):
         # WHY: OpenAI's API has JSON, transformers an object.
-        found = json.loads(given or "{}") if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} {given!r:.80} is not JSON: {error}") from error
-    if not isinstance(found, Mapping):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(given or "{}")
+        found = found if isinstance(found, Mapping) else given
+    elif not isinstance(given, Mapping):
         raise ValueError(f"{where} is {given!r:.80}; give an object, as JSON")
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} has half of a surrogate pair, which no text can hold") from error
+    if isinstance(found, str):
+        return found
     if habits.reads_objects:
         return dict(found)
     return given if isinstance(given, str) and given else json.dumps(found, ensure_ascii=False)

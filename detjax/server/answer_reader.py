@@ -238,9 +238,13 @@ class AnswerReader:
         """The beginning of a call that the answer is, up to its arguments."""
         if (opened := self._opened(self._held)) is not None:
             return opened
-        if self._is_over:
-            self._state = self._content
-        return Said()
+        if not self._is_over:
+            return Said()
+        self._state = self._content
+        if (cut := _CUT_HEAD.fullmatch(self._held)) is None or (name := _decoded(cut[1])) is None:
+            return Said()
+        self._held = ""
+        return self._told((ToolCall(name, ""),))
 
     def _opened(self, text: str) -> Said | None:
         """A call whose arguments begin; None if the text does not begin with one of ours."""
@@ -485,12 +489,11 @@ def _as_text(arguments: dict[str, Any]) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-_HEAD = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
-    re.DOTALL,
-)
+_NAMED = r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+_HEAD = re.compile(_NAMED + r',\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 """A call up to its arguments, in the order in which templates show it."""
+_CUT_HEAD = re.compile(_NAMED + r'(?:,\s*(?:"\w*(?:"\s*(?::\s*)?)?)?)?', re.DOTALL)
+"""One that ends between its name and its arguments."""
 
 
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")

@@ -70,7 +70,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         top_logprobs: With `logprobs`, how many of the most likely tokens to report, up to 64.
         tools, documents: Given to the model's template.
         tool_choice: "auto"; "none" keeps the tools from the template; "required" or a function by
-            its name makes the answer one call.
+            its name makes the answer one call, whatever `response_format` is.
         chat_template_kwargs: Further variables of the template, such as `enable_thinking`.
         add_generation_prompt: Begin the assistant's answer behind the messages; true unless
             `continue_final_message` is.
@@ -126,10 +126,10 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         check_tools(self.tools)
         if self.top_logprobs and not self.logprobs:
             raise RefusedError("top_logprobs needs logprobs=true", field="top_logprobs")
-        if self.forced_tools() and (self.response_format or self.structured_outputs):
+        if self.forced_tools() and self.structured_outputs:
             raise RefusedError(
-                f"tool_choice={self.tool_choice!r:.200} has a form of its own; leave out "
-                "response_format and structured_outputs",
+                "tool_choice asks for a call of a tool, which has a form of its own; leave out "
+                "structured_outputs",
                 field="tool_choice",
             )
         if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):

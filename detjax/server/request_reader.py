@@ -299,7 +299,9 @@ class RequestReader:
         syntax, sampling = self._syntax_of(asked, ids), shape.sampling
         if syntax is not None and syntax.has_channels:  # which control tokens tell apart
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-        shape = dataclasses.replace(shape, syntax=syntax, sampling=sampling)
+        shape = dataclasses.replace(
+            shape, syntax=syntax, sampling=sampling, warnings=_tools_warning(asked)
+        )
         return PreparedRequest(
             engine_prompts=[EnginePrompt(token_ids=ids)], shape=shape, fields=asked
         )
@@ -307,12 +309,12 @@ class RequestReader:
     def _syntax_of(self, asked: ChatRequest, prompt_ids: Sequence[int]) -> AnswerSyntax | None:
         """In which syntax the model writes an answer; None where it is text alone."""
         form, outputs = asked.response_format, asked.structured_outputs
+        tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
         # WHY: JSON is an answer from its first character. Other forms may have tags in them.
         if outputs is not None and (outputs.json is not None or outputs.json_object):
             return None
-        if form is not None and form.type != "text":
+        if form is not None and form.type != "text" and not forced:
             return None
-        tokenizer, forced = self._service.model.tokenizer, asked.forced_tools()
         tools = [] if asked.tool_choice == "none" else forced or asked.tools or []
         has_own = bool(tools) and tokenizer.tool_template is not None
         syntax = AnswerSyntax.of(
@@ -391,3 +393,15 @@ def _field_of_chat(message: str, variables: Mapping[str, Any]) -> str:
 _OF_CHAT = (
     "tools", "documents", "reasoning_effort", "add_generation_prompt", "continue_final_message",
 )  # fmt: skip
+
+
+def _tools_warning(asked: ChatRequest) -> tuple[str, ...]:
+    """What an answer says of tools that its form leaves no room to call."""
+    form = asked.response_format
+    has_form = asked.structured_outputs is not None or form is not None and form.type != "text"
+    if not (asked.tools and has_form and asked.tool_choice in (None, "auto")):
+        return ()
+    return (
+        "response_format and structured_outputs are the form of the whole answer, so it calls no "
+        "tool; send tool_choice='required' for a call, and the form without tools for the answer",
+    )

@@ -83,7 +83,7 @@ class ResponsesRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
         "context_management": ([],),
         "conversation": (),
         "image": (),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),

@@ -33,7 +33,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}assistant: {{ mood if mood is defined else '' }}{% endif %}"""
 """Of Qwen's kind: what is no text is dropped in silence."""
 
-NAMES = {"include": [], "top_logprobs": None, "background": False, "truncation": "disabled"}
+INCLUDE = ["reasoning.encrypted_content"]
+NAMES = {"include": INCLUDE, "top_logprobs": None, "background": False, "truncation": "disabled"}
 
 
 @pytest.fixture(scope="module")
@@ -617,6 +618,29 @@ def test_an_answer_can_be_made_a_call(running, thinking, client, choice, stream)
         assert isinstance(json.loads(arguments)["a"], bool)
         assert not stream or said["num_deltas"][0] > 2  # while they are written
         assert (said["content"], said["reason"]) == ("", "tool_calls")
+
+
+def test_a_forced_call_takes_precedence_over_the_form_of_a_text(running, client):
+    """openai-agents and instructor send both."""
+    schema = {"name": "x", "schema": {"type": "object", "properties": {"z": {"type": "null"}}}}
+    for form in ({"type": "text"}, {"type": "json_schema", "json_schema": schema}):
+        answer = client.chat.completions.create(
+            model="small", messages=HI, tools=FORCED, tool_choice="required", max_tokens=30,
+            temperature=0, response_format=form,
+        )  # fmt: skip
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name in ("add", "now") and not answer.choices[0].message.content
+
+
+def test_a_form_that_leaves_no_room_for_a_call_says_so(client):
+    form = {"type": "json_object"}
+    asked = {"model": "small", "messages": HI, "max_tokens": 4, "response_format": form}
+    told = [
+        client.chat.completions.create(**asked | more).choices[0].model_extra["detjax"]
+        for more in ({"tools": FORCED}, {"tools": FORCED, "tool_choice": "none"}, {})
+    ]
+    assert ["warnings" in one for one in told] == [True, False, False]
+    assert "calls no tool" in told[0]["warnings"][0]
 
 
 @pytest.mark.quick_cases("False")

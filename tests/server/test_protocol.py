@@ -220,7 +220,8 @@ OF_KIND = {
         "prediction": (None, {"type": "content", "content": "x"}), "web_search_options": (None, {}),
     },
     ResponsesRequest: {
-        "background": (False, True), "include": ([], ["reasoning.encrypted_content"]),
+        "background": (False, True),
+        "include": (["reasoning.encrypted_content"], ["file_search_call.results"]),
         "previous_response_id": (None, "resp_1"), "truncation": ("disabled", "auto"),
         "top_logprobs": (0, 3),
         "conversation": (None, "conv_1"),
