@@ -1,41 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as small files, for a Hopper machine without a network that has its PyTorch already.
+"""vLLM or SGLang as small files, for a Hopper machine without a network that has their PyTorch.
 
 python -m benchmarks.peers_bundle --out /tmp/bundle
 cat part.* | xz -dc | tar -x -C /tmp/vllm      # there, with /tmp/vllm as --vllm-path of peers
 
-Wheels of vLLM and of `peers_vllm.txt` are fetched by pip, for Python 3.12, and unpacked into one
-folder. Left out is what a dense model in bfloat16 or FP8 does not need: FlashAttention 2, kernels
-of experts, the Rust front end, Blackwell's kernels and test data. Of a library's GPU code only what
-a Hopper GPU can run is kept; the rest becomes zeros, which compress to nothing. No layout changes,
-and the driver never reads those parts.
+The wheels of `peers_vllm.txt` or `peers_sglang.txt` are fetched by pip, for Python 3.12, and
+unpacked into one folder. Left out is what a dense model in bfloat16 does not need: kernels of
+experts, Blackwell's kernels, test data; in vLLM FlashAttention 2 and the Rust front end. Of a
+library's GPU code only what a Hopper GPU can run is kept, and of SGLang's FlashAttention 3 only
+kernels for bfloat16 heads of 128 channels. The rest becomes zeros, which compress to nothing. No
+layout changes, and the driver never reads those parts.
 """
 
 import argparse
 import itertools
 import lzma
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers import VLLM
+from benchmarks.peers import VERSIONS
 
-REQUIREMENTS = Path(__file__).parent / "peers_vllm.txt"
 GLIBC = (28, 27, 24, 17, 5, 31, 34)
 """Minor versions of manylinux tags, those that are preferred first."""
-
-LEFT_OUT = (
-    "bin", "vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/_qutlass_C.abi3.so",
-    "vllm/_moe_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
-    "vllm/third_party/deep_gemm/_C.cpython-31[0134]-*", "mistral_common/data", "pycountry/locales",
-    "*/tests", "**/__pycache__",
-)  # fmt: skip
-WITH_GPU_CODE = "vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 CONTAINER, ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIIIQ")
 MAGIC, VERSION = 0xBA55ED50, 1
@@ -107,24 +100,98 @@ def keep_hopper(library: bytearray) -> int:
     return zeroed
 
 
-def install(folder: Path) -> None:
+def has_other_heads(code: bytes) -> bool:
+    """Whether code is of FlashAttention 3, and not for bfloat16 heads of 128 channels."""
+    widths = {int(found) for found in _HEAD_WIDTHS.findall(code)}
+    is_bfloat16 = b"half_t" not in code and b"e4m3" not in code
+    return bool(widths) and (widths != {128} or not is_bfloat16)
+
+
+_HEAD_WIDTHS = re.compile(
+    rb"CollectiveMainloopFwdSm90ILi\dEN4cute5tupleIJNS\d_1CILi\dEEES\w+?_S\w+?_EEENS\w_IJ.*?EEELi(\d+)E"
+)
+
+
+def keep_heads(library: bytearray) -> int:
+    """`keep_hopper`, less code that `has_other_heads`."""
+    zeroed = keep_hopper(library)
+    for code in gpu_code(bytes(library)):
+        if has_other_heads(bytes(library[code.start : code.stop])):
+            library[code.start : code.stop] = bytes(code.stop - code.start)
+            zeroed += code.stop - code.start
+    return zeroed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """What travels of an engine.
+
+    Attributes:
+        left_out: Patterns of files and folders that do not.
+        libraries: Those with GPU code, and what zeroes the rest of it.
+        stubs: Modules that it imports and does not use, by their files.
+    """
+
+    left_out: tuple[str, ...]
+    libraries: Mapping[str, Callable[[bytearray], int]]
+    stubs: Mapping[str, str] = field(default_factory=dict)
+
+
+PEERS = {
+    "vllm": Peer(
+        left_out=(
+            "bin", "vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/_qutlass_C.abi3.so",
+            "vllm/_moe_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+            "vllm/third_party/deep_gemm/_C.cpython-31[0134]-*", "mistral_common/data",
+            "pycountry/locales", "*/tests", "**/__pycache__",
+        ),
+        libraries={
+            "vllm/_C_stable_libtorch.abi3.so": keep_hopper,
+            "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": keep_hopper,
+        },
+    ),
+    "sglang": Peer(
+        left_out=(
+            "bin", "include", "lib", "lib64", "mscclpp*", "_mscclpp*", "sgl_kernel/sm100",
+            "sgl_kernel/flashmla_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so",
+            "mistral_common/data", "flashinfer/data/cutlass/[demp]*", "*/tests", "**/__pycache__",
+        ),
+        libraries={
+            "sgl_kernel/sm90/common_ops.abi3.so": keep_hopper,
+            "sgl_kernel/flash_ops.abi3.so": keep_heads,
+        },
+        stubs={
+            "IPython/__init__.py": "from . import display\n",
+            "IPython/display.py": "HTML = display = None\n",
+        },
+    ),
+}  # fmt: skip
+
+
+def install(package: str, folder: Path) -> None:
     """Unpack the wheels into a folder, and leave out what is not needed."""
+    peer = PEERS[package]
     tags = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["manylinux2014_x86_64"]
     platforms = [word for tag in tags for word in ("--platform", tag)]
+    requirements = Path(__file__).parent / f"peers_{package}.txt"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile",
          "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *platforms,
-         "--target", str(folder), "--requirement", str(REQUIREMENTS), f"vllm=={VLLM}"],
+         "--target", str(folder), "--requirement", str(requirements),
+         f"{package}=={VERSIONS[package]}"],
         check=True,
     )  # fmt: skip
-    for pattern in LEFT_OUT:
+    for pattern in peer.left_out:
         for path in list(folder.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for name in WITH_GPU_CODE:
+    for name, keep in peer.libraries.items():
         library = bytearray((folder / name).read_bytes())
-        zeroed = keep_hopper(library)
+        zeroed = keep(library)
         (folder / name).write_bytes(library)
-        print(f"{name}: {zeroed / 1e6:.0f} MB of code for other GPUs are zeros")
+        print(f"{name}: {zeroed / 1e6:.0f} MB of GPU code that is not needed are zeros")
+    for name, text in peer.stubs.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def pack(folder: Path, out: Path, count: int) -> list[Path]:
@@ -154,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="an empty folder, or a new one")
+    parser.add_argument("--engine", choices=list(PEERS), default="vllm", help="default: vllm")
     parser.add_argument("--parts", type=int, default=4, help="files of the bundle")
     args = parser.parse_args(argv)
     if args.parts < 1:
@@ -162,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--out {args.out} is not empty; give another folder")
     site = args.out / "site"
     site.mkdir(parents=True)
-    install(site)
+    install(args.engine, site)
     for part in pack(site, args.out, args.parts):
         print(f"{part}: {part.stat().st_size / 1e6:.1f} MB")
 

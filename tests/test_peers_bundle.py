@@ -44,6 +44,23 @@ def test_code_of_other_gpus_becomes_zeros_and_nothing_moves():
     assert [code.container for code in codes] == sorted(code.container for code in codes)
 
 
+MAINLOOP = b"CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJNS5_1CILi1EEES8_S8_EEENS6_IJNS7_ILi128EE"
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "is_kept"),
+    [(128, "bfloat16_t", True), (64, "bfloat16_t", False), (128, "half_t", False),
+     (128, "float_e4m3_t", False)],
+)  # fmt: skip
+def test_of_attention_only_bfloat16_heads_of_128_channels_are_kept(width, dtype, is_kept):
+    code = MAINLOOP + f"ENS7_ILi176EEESA_EEELi{width}ENS_10{dtype}EfNS_4arch".encode()
+    combine = b"FlashAttnFwdCombine half_t "
+    library = bytearray(container((CUBIN, 90, code)) + container((CUBIN, 90, combine)))
+    assert peers_bundle.has_other_heads(code) != is_kept
+    assert peers_bundle.keep_heads(library) == (0 if is_kept else len(code))
+    assert (code in library) == is_kept and combine in library
+
+
 @pytest.mark.control
 def test_control_a_container_that_ends_within_an_entry_is_refused():
     damaged = bytearray(BOTH)
