@@ -92,7 +92,8 @@ def _plan(
         lens = checked_lens(len(receipts), places)
         drawn = f"{len(places)} positions of {sum(answer_lens)}, with --seed {seed}"
         not_checked = (
-            f"{sum(answer_lens) - sum(lens)} tokens behind the last drawn one of each receipt"
+            f"{sum(answer_lens) - sum(lens)} tokens behind the last drawn one of each receipt, "
+            "with which its text and end agree"
         )
     checked = [i for i, n in enumerate(lens) if n]
     sizes = [lens[i] for i in checked], [len(receipts[i].prompt_token_ids) for i in checked]

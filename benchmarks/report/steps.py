@@ -237,8 +237,7 @@ EXPERT_KERNELS = Part(
 
 OURS = "detjax invariant bfloat16"
 SHORT = (
-    OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16",
-    "SGLang default bfloat16", "SGLang batch-invariant bfloat16",
+    OURS, "vLLM default bfloat16", "vLLM batch-invariant bfloat16", "SGLang default bfloat16",
 )  # fmt: skip
 """Engines of README's table: the same weights in the same number format."""
 
@@ -381,6 +380,9 @@ def engine_note(found: list[dict]) -> str:
             " SGLang ran with FlashAttention 3 and CUDA graphs; its batch-invariant mode is "
             "`enable_deterministic_inference`."
         )
+    note += "".join(
+        f" {engine_name(one)} had no {one['without']}." for one in found if "without" in one
+    )
     settings = {f"{k}={v}" for one in found for k, v in one.get("environment", {}).items()}
     note += "".join(f" detjax ran with {setting}." for setting in sorted(settings))
     measured = {one["engine"] for one in found if "error" not in one}

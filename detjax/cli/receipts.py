@@ -358,6 +358,8 @@ def _run(
         why = "another build" if is_told else "accepted"
         _note(console, f"{why}: {path} is {said} in the receipts and {now} here")
     loaded_s = time.perf_counter() - begin_s
+    order = [i for i in plan.order if answer_lens[i]]
+    plan = replace(plan, order=order)
     differences, run_s = _rerun(llm, receipts, here, console, plan, what=what, excused=excused)
     stats = llm.engine.stats()
     run_s -= stats.compile_s
@@ -406,7 +408,11 @@ def _rerun(
     from detjax.proof.kept_results import KeptResults
     from detjax.proof.rerun import RerunListener, rerun
 
-    facts = {"bits": here.bits, "source": here.build["source"], "excused": sorted(excused)}
+    facts = {
+        "bits": here.bits, "source": here.build["source"], "excused": sorted(excused),
+        "tokenizer": here.model["tokenizer"],
+        "end_token_ids": sorted(llm.config.model.eos_token_ids),
+    }  # fmt: skip
     kept = KeptResults(plan.results, facts)
     done = kept.done(receipts, plan.checked_lens)
     lens = [0 if i in done else n for i, n in enumerate(plan.checked_lens)]
@@ -427,7 +433,7 @@ def _rerun(
             config=llm.config.model,
             has_predictions=plan.has_predictions,
             excused=excused,
-            order=plan.order,
+            order=[i for i in plan.order if i not in done],
             checked_lens=lens,
             listener=RerunListener(
                 on_tokens=lambda num_tokens: bar.update(task, completed=num_tokens),

@@ -31,12 +31,15 @@ from detjax.models.tokenizer_files import (
     ByteRules,
     byte_rules_of,
     check_added_tokens,
+    file_states,
+    files_sha256,
     read_config,
     read_template_file,
     read_templates,
     set_post_processor,
     take_backend,
     template_tokens,
+    templates_sha256,
     token_id_of,
     token_text,
     token_texts,
@@ -77,6 +80,9 @@ class Tokenizer:
         tool_template: Another for conversations with tools, where the model has one.
         template_names: Of all templates of the folder, for messages.
         template_tokens: What the template sees beside the messages: `bos_token` and the like.
+        files_sha256: Of the files that it was read from: see `tokenizer_files.files_sha256`.
+        templates_sha256: Of the chat template; of all by their names, where there are several; None
+            where there is none.
     """
 
     source: Path
@@ -92,19 +98,29 @@ class Tokenizer:
     template_tokens: Mapping[str, Any]
     tool_template: str | None = None
     template_names: tuple[str, ...] = ()
+    files_sha256: str
+    templates_sha256: str | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and the chat templates of `folder`.
 
         Raises:
-            ValueError: If a file is missing or broken, or asks for a decoder that is not known.
+            ValueError: If a file is missing or broken, asks for a decoder that is not known, or
+                changes meanwhile.
         """
         folder = Path(folder)
+        before = file_states(folder)
         backend = take_backend(folder / TOKENIZER_FILE)
         config = read_config(folder)
+        sha256 = files_sha256(folder)
+        if file_states(folder) != before:
+            raise ValueError(
+                f"{folder}: a file of the tokenizer was changed while it was read; open the model "
+                "when the folder is complete"
+            )
         try:
-            return cls._from_files(folder, backend, config)
+            return cls._from_files(folder, backend, config, sha256)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder / CONFIG_FILE} is malformed ({error!r:.200}); copy the file again"
@@ -112,7 +128,7 @@ class Tokenizer:
 
     @classmethod
     def _from_files(
-        cls, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+        cls, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], sha256: str
     ) -> "Tokenizer":
         added = {
             i: token.content for i, token in backend.get_added_tokens_decoder().items()
@@ -150,6 +166,8 @@ class Tokenizer:
             template_tokens=template_tokens({**named, **others}, config, _TOKEN_LISTS),
             tool_template=templates.get("tool_use"),
             template_names=tuple(templates),
+            files_sha256=sha256,
+            templates_sha256=templates_sha256(templates),
         )
 
     def with_template(self, path: str | Path) -> "Tokenizer":
@@ -160,8 +178,9 @@ class Tokenizer:
         """
         template = read_template_file(Path(path))
         return dataclasses.replace(
-            self, chat_template=template, tool_template=None, template_names=("default",)
-        )
+            self, chat_template=template, tool_template=None, template_names=("default",),
+            templates_sha256=templates_sha256({"default": template}),
+        )  # fmt: skip
 
     def encode(self, text: str, *, has_control: bool = False) -> list[int]:
         """Return the ids of `text`, with the special tokens that the model expects around it.

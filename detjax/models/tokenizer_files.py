@@ -4,6 +4,7 @@
 import codecs
 import contextlib
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -224,6 +225,38 @@ def read_config(folder: Path) -> dict[str, Any]:
             has_lists = isinstance(token, list) and isinstance(config.get(key), list)
             config[key] = [*config[key], *token] if has_lists else token
     return config
+
+
+def file_states(folder: Path) -> list[tuple[int, ...]]:
+    """What changes with each file that `files_sha256` may read."""
+    paths = [folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, _MAP_FILE)]
+    states = [path.stat() for path in paths if path.is_file()]
+    return [(it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns) for it in states]
+
+
+def files_sha256(folder: Path) -> str:
+    """SHA-256 over the names and hashes of the files that tokens and their texts depend on.
+
+    special_tokens_map.json is one of them where `read_config` reads it.
+    """
+    names = [TOKENIZER_FILE, CONFIG_FILE]
+    if "added_tokens_decoder" not in _read_optional(folder / CONFIG_FILE):
+        names.append(_MAP_FILE)
+    total = hashlib.sha256()
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            total.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def templates_sha256(templates: Mapping[str, str]) -> str | None:
+    """SHA-256 of a chat template; of all by their names, where there are several."""
+    if not templates:
+        return None
+    if list(templates) == ["default"]:
+        return hashlib.sha256(templates["default"].encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(json.dumps(templates, sort_keys=True).encode()).hexdigest()
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

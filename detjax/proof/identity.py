@@ -19,7 +19,6 @@ from detjax.compilation.toolchain import driver
 from detjax.models.config import ModelConfig
 from detjax.models.loading import LoadedModel
 from detjax.models.tokenizer import Tokenizer
-from detjax.models.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE
 from detjax.models.weights.hashing import hash_weights
 from detjax.numerics import Build
 from detjax.pallas_kernels.backend import Backend
@@ -110,8 +109,8 @@ class Identifier:
                 "hub_commit": None if index else _hub_commit(model.folder),
                 "weights": weights,
                 "config": _config_hash(model.config),
-                "tokenizer": self._tokenizer and _tokenizer_hash(self._tokenizer),
-                "chat_template": self._tokenizer and _text_hash(self._tokenizer.chat_template),
+                "tokenizer": self._tokenizer and self._tokenizer.files_sha256,
+                "chat_template": self._tokenizer and self._tokenizer.templates_sha256,
                 "weight_cast": model.weight_cast,
                 "quantization": model.quantization,
             },
@@ -169,16 +168,3 @@ def _config_hash(config: ModelConfig) -> str:
     values = config.facts()
     del values["max_position_embeddings"]
     return hashlib.sha256(canonical_json(values)).hexdigest()
-
-
-def _tokenizer_hash(tokenizer: Tokenizer) -> str:
-    total = hashlib.sha256()
-    for name in (TOKENIZER_FILE, CONFIG_FILE):
-        file = tokenizer.source / name
-        if file.is_file():
-            total.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return total.hexdigest()
-
-
-def _text_hash(text: str | None) -> str | None:
-    return None if text is None else hashlib.sha256(text.encode()).hexdigest()

@@ -13,7 +13,7 @@ from detjax.engine.engine import Engine
 from detjax.engine.errors import EngineStoppedError, SelfCheckError
 from detjax.engine.outputs.completion import Completion, CompletionOutput
 from detjax.engine.outputs.request_output import FinishReason, TokenEvent
-from detjax.engine.outputs.text_batch import TextBatch
+from detjax.engine.outputs.text_batch import SequenceText, TextBatch
 from detjax.engine.requests.checks import RequestLimits
 from detjax.engine.requests.request import Request
 from detjax.engine.requests.text_request import text_request, token_sampling
@@ -127,8 +127,9 @@ def rerun(
             decodes token by token.
         excused: Fields of model, numerics and build that may differ, such as `build.arch`.
         order: Indices of the receipts in the order to ask; None keeps their order.
-        checked_lens: How many tokens of each answer to check, from its first; 0 passes over a
-            receipt. None checks all.
+        checked_lens: How many tokens of each answer to check, from its first. Of an answer with
+            more, or of 0, its own tokens show its text and its end, without the model. None checks
+            all.
         listener: Told how far it is.
 
     Returns:
@@ -140,12 +141,20 @@ def rerun(
         ValueError: If an answer does not fit the engine.
     """
     groups: dict[bytes, list[_Claim]] = {}
+    passed_over: list[_Claim] = []
     lens = [len(r.token_ids) for r in receipts] if checked_lens is None else checked_lens
     for i in range(len(receipts)) if order is None else order:
-        if lens[i]:
-            claim = _Claim(receipts[i], i)
+        claim = _Claim(receipts[i], i)
+        if lens[i] < len(claim.token_ids):
+            claim.compare_end(engine, tokenizer, config)
+        if claim.has_ended or not lens[i]:
+            passed_over.append(claim)
+        else:
             groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
     claims = [claim for group in groups.values() for claim in group]
+    for claim in passed_over:
+        if claim.difference is not None and lens[claim.index]:
+            listener.on_receipt(claim.index, claim.difference)
 
     def prove(output: CompletionOutput, agreeing: Sequence[_Claim]) -> None:
         made = Receipt.of(identity, output, end_token_ids=config.eos_token_ids)
@@ -180,7 +189,7 @@ def rerun(
         _ask(engine, answers, tokenizer, config, advance)
         answers = [answer for answer in answers if answer.agreeing]
     assert all(claim.has_ended for claim in claims), "a receipt was neither proven nor refused"
-    found = [claim.difference for claim in claims if claim.difference is not None]
+    found = [it.difference for it in (*claims, *passed_over) if it.difference is not None]
     return sorted(found, key=lambda difference: difference.index)
 
 
@@ -331,6 +340,35 @@ class _Claim:
         self.has_ended = False
         self.token_ids = receipt.token_ids
         self._logprobs, self._top = receipt.logprobs, receipt.top_logprobs
+
+    def compare_end(self, engine: Engine, tokenizer: Tokenizer, config: ModelConfig) -> None:
+        """Compare the text and the end with those that the receipt's own tokens make."""
+        try:
+            request = _request_of(self.receipt, engine, tokenizer, config)
+        except ValueError as error:
+            _refuse([self], error)
+            return
+        sampling, count = request.sampling, len(self.token_ids)
+        if count > len(_predictable(self.token_ids, config)):
+            self.differs("answer.token_ids", "not of the vocabulary", "below its size")
+            return
+        ends = token_sampling(sampling, tokenizer).end_token_ids(config.eos_token_ids)
+        text = SequenceText(
+            request, (0, 0), tokenizer=tokenizer, end_ids=config.eos_token_ids, fingerprint=""
+        )
+        stops = [text.push(token_id) or token_id in ends for token_id in self.token_ids]
+        if True in stops[:-1]:
+            self.differs("answer.token_ids", f"{count} tokens", f"{stops.index(True) + 1}, the end")
+            return
+        if not stops[-1] and count != sampling.max_tokens:
+            self.differs("answer.token_ids", f"{count} tokens", "not the end of an answer")
+            return
+        reason = (FinishReason.STOP if stops[-1] else FinishReason.LENGTH).value
+        made = {"finish_reason": reason, "text": text.whole()}
+        for name, value in made.items():
+            if (said := self.receipt.answer[name]) != value:
+                self.differs(f"answer.{name}", shown(said), shown(value))
+                return
 
     def compare_whole(self, made: Receipt, excused: Collection[str]) -> None:
         """Compare every byte with the receipt that was made here."""

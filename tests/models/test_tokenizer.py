@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids, chats and texts are those of transformers; every broken file is named with its fix."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from detjax.models import chat_template, tokenizer_files
+from detjax.models import tokenizer as tokenizer_module
+from detjax.models.bundled import bundled_model_path
 from detjax.models.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -631,3 +634,72 @@ def test_a_copy_of_the_stories_tokenizer_round_trips(tmp_path):
     for text in ("Once upon a time", "wörld 你好 😀", "two  spaces\n"):
         assert ours.encode(text)[0] == ours.bos_id
         assert ours.decode(ours.encode(text)) == text
+
+
+# ------------------------------------------------------------------------------------- identity
+
+
+def bundled_copy(folder: Path) -> Path:
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in names:
+        shutil.copy(bundled_model_path() / name, folder / name)
+    return folder
+
+
+def test_a_tokenizer_keeps_the_hash_of_the_files_that_it_was_read_from(tmp_path):
+    folder = bundled_copy(tmp_path)
+    made = Tokenizer.from_folder(folder)
+    # That of every receipt of the bundled model.
+    assert made.files_sha256[:8] == "78e17e94"
+    written = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(written, indent=3))
+    assert made.files_sha256[:8] == "78e17e94"
+    assert Tokenizer.from_folder(folder).files_sha256 != made.files_sha256
+
+
+def test_a_map_of_special_tokens_is_hashed_where_it_is_read(tmp_path):
+    """It hides tokens from the text: another tokenizer."""
+    folder = bundled_copy(tmp_path)
+    plain = Tokenizer.from_folder(folder)
+    hidden = plain.decode(plain.encode(" man")[-1:])
+    assert hidden == " man"
+    token = plain.backend.id_to_token(plain.encode(" man")[-1])
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"additional_special_tokens": [token]})
+    )
+    other = Tokenizer.from_folder(folder)
+    assert other.special_ids > plain.special_ids and other.files_sha256 != plain.files_sha256
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    unread = Tokenizer.from_folder(folder)
+    (folder / "special_tokens_map.json").unlink()
+    assert Tokenizer.from_folder(folder).files_sha256 == unread.files_sha256
+
+
+def test_every_template_is_in_the_hash_and_one_alone_is_its_text(tmp_path):
+    folder = bundled_copy(tmp_path)
+    one = Tokenizer.from_folder(folder)
+    text = (folder / "chat_template.jinja").read_text()
+    assert one.templates_sha256 == hashlib.sha256(text.encode()).hexdigest()
+    (folder / "additional_chat_templates").mkdir()
+    tools = folder / "additional_chat_templates" / "tool_use.jinja"
+    hashes = {one.templates_sha256}
+    for body in ("a", "b"):
+        tools.write_text(body)
+        hashes.add(Tokenizer.from_folder(folder).templates_sha256)
+    assert len(hashes) == 3
+    assert one.with_template(tools).templates_sha256 == hashlib.sha256(b"b").hexdigest()
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch):
+    folder = bundled_copy(tmp_path)
+    read = tokenizer_module.read_config
+
+    def read_and_change(path):
+        found = read(path)
+        (path / "tokenizer_config.json").write_text("{}")
+        return found
+
+    monkeypatch.setattr(tokenizer_module, "read_config", read_and_change)
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        Tokenizer.from_folder(folder)

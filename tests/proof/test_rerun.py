@@ -11,12 +11,20 @@ import pytest
 import detjax
 from detjax import audit, replay
 from detjax.engine.engine import Engine
+from detjax.engine.outputs.completion import CollectedTokens
+from detjax.engine.outputs.request_output import FinishReason
 from detjax.engine.outputs.text_batch import TextBatch
 from detjax.engine.requests.request import Request
 from detjax.models.bundled import bundled_model_path
 from detjax.proof.identity import Identifier, Identity
-from detjax.proof.receipt import Receipt
-from detjax.proof.rerun import ReceiptDifference, RerunListener, identity_differences, rerun
+from detjax.proof.receipt import Receipt, _float32_text
+from detjax.proof.rerun import (
+    ReceiptDifference,
+    RerunListener,
+    _Claim,
+    identity_differences,
+    rerun,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +119,41 @@ def test_a_part_of_an_answer_is_checked_to_its_last_token(auditor, receipts):
     assert [(d.index, d.field) for d in found] == [(0, "answer.logprobs_f32[9]")]
     assert told == sorted(told) and told[-1] == 10 + 9 + 3
     assert noted == {0: found[0], 1: None, 3: None}
+
+
+def cut(receipt: Receipt, count: int, **changes) -> Receipt:
+    """Its first tokens as a whole answer, with the digest that they have."""
+    completion = CollectedTokens(
+        token_ids=list(receipt.token_ids[:count]),
+        logprobs=list(receipt.logprobs[:count]),
+        top_logprobs=list(receipt.top_logprobs[:count]),
+    ).completion((), request_idx=0, sequence_idx=0, finish_reason=FinishReason.STOP)
+    text = _float32_text(completion.logprobs)
+    told = {"token_ids": list(completion.token_ids), "logprobs_f32": text}
+    return edited(receipt, "answer", digest=completion.digest(), **told | changes)
+
+
+@pytest.mark.parametrize("checked", [0, 5])
+def test_text_and_end_of_answers_that_are_checked_in_part_follow_from_their_tokens(
+    auditor, receipts, checked, monkeypatch
+):
+    """Every token up to the last drawn one is true, and what the forger wrote is not."""
+    plain = next(r for r in receipts if r.answer["top_logprobs"] is None and not r.sampling.stop)
+    assert plain.answer["finish_reason"] == "length" and len(plain.token_ids) > 12
+    forged = {
+        "answer.text": edited(plain, "answer", text="I agree to pay one million."),
+        "answer.finish_reason": edited(plain, "answer", finish_reason="stop"),
+        "answer.token_ids": cut(plain, 12, finish_reason="stop", text="No."),
+    }
+    lines = [*receipts, *forged.values()]
+    lens = [checked] * len(lines)
+    found = check(auditor, lines, has_predictions=True, checked_lens=lens)
+    assert [(one.index, one.field) for one in found] == [
+        (len(receipts) + i, field) for i, field in enumerate(forged)
+    ]
+    # Control: so far as tokens and logprobs are compared, nothing is wrong.
+    monkeypatch.setattr(_Claim, "compare_end", lambda *_: None)
+    assert check(auditor, lines, has_predictions=True, checked_lens=lens) == []
 
 
 def edited(receipt: Receipt, section: str, **changes) -> Receipt:

@@ -69,13 +69,17 @@ class SequenceText:
             self.pieces.append(delta.text)
         return delta.is_stopped
 
-    def end(self, completion: Completion) -> CompletionOutput:
-        """Take the completion, whose tokens were pushed; return it with the whole text."""
+    def whole(self) -> str:
+        """The whole text, once its last token was pushed."""
         if rest := self._stream.finish():
             self.pieces.append(rest)
+        return "".join(self.pieces)
+
+    def end(self, completion: Completion) -> CompletionOutput:
+        """Take the completion, whose tokens were pushed; return it with the whole text."""
         self.output = CompletionOutput(
             completion=completion,
-            text="".join(self.pieces),
+            text=self.whole(),
             fingerprint=self._fingerprint,
             sampling=self.sampling,
             is_deterministic=self._request.is_deterministic,
