@@ -140,21 +140,15 @@ def rerun(
     Raises:
         ValueError: If an answer does not fit the engine.
     """
-    groups: dict[bytes, list[_Claim]] = {}
-    passed_over: list[_Claim] = []
     lens = [len(r.token_ids) for r in receipts] if checked_lens is None else checked_lens
-    for i in range(len(receipts)) if order is None else order:
-        claim = _Claim(receipts[i], i)
-        if lens[i] < len(claim.token_ids):
+    claims = [_Claim(receipts[i], i) for i in (range(len(receipts)) if order is None else order)]
+    for claim in claims:
+        if lens[claim.index] < len(claim.token_ids):
             claim.compare_end(engine, tokenizer, config)
-        if claim.has_ended or not lens[i]:
-            passed_over.append(claim)
-        else:
-            groups.setdefault(canonical_json(receipts[i].request), []).append(claim)
-    claims = [claim for group in groups.values() for claim in group]
-    for claim in passed_over:
-        if claim.difference is not None and lens[claim.index]:
+        if lens[claim.index] and claim.has_ended:
             listener.on_receipt(claim.index, claim.difference)
+        claim.has_ended |= not lens[claim.index]
+    groups = _by_request([claim for claim in claims if not claim.has_ended])
 
     def prove(output: CompletionOutput, agreeing: Sequence[_Claim]) -> None:
         made = Receipt.of(identity, output, end_token_ids=config.eos_token_ids)
@@ -189,8 +183,15 @@ def rerun(
         _ask(engine, answers, tokenizer, config, advance)
         answers = [answer for answer in answers if answer.agreeing]
     assert all(claim.has_ended for claim in claims), "a receipt was neither proven nor refused"
-    found = [it.difference for it in (*claims, *passed_over) if it.difference is not None]
+    found = [claim.difference for claim in claims if claim.difference is not None]
     return sorted(found, key=lambda difference: difference.index)
+
+
+def _by_request(claims: "Sequence[_Claim]") -> "dict[bytes, list[_Claim]]":
+    groups: dict[bytes, list[_Claim]] = {}
+    for claim in claims:
+        groups.setdefault(canonical_json(claim.receipt.request), []).append(claim)
+    return groups
 
 
 def _ask(

@@ -29,6 +29,7 @@ from detjax.parallel.job_spec import JobSpec
 from detjax.progress import COMPILE_STAGES, show_progress, show_stages
 from detjax.proof.signing import SigningKey
 from detjax.server.app import make_app
+from detjax.server.heads import BoundedHeads
 from detjax.server.job import Leader
 from detjax.server.options import engine_options, web_options
 from detjax.server.served_adapters import ServedAdapters
@@ -206,9 +207,9 @@ async def serve(
         service = Service(None, make_limits(args))
         config = uvicorn.Config(
             make_app(service, web_options(args)), log_config=None, access_log=False,
-            timeout_graceful_shutdown=1, lifespan="off", ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile, ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
+            http=BoundedHeads, timeout_graceful_shutdown=1, lifespan="off",
+            ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=args.ssl_cert_reqs,
         )  # fmt: skip
         where = f"[{host}]" if ":" in host else host
         url = f"{'https' if args.ssl_certfile else 'http'}://{where}:{port}"
