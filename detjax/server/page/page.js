@@ -10,22 +10,51 @@ const NUM_SPECIAL = 2; // tokens that a tokenizer may put before a text
 const WORDS = ("sea house lamp tower winter letter river morning garden window stranger road candle " +
   "captain sister village storm silver church market horse mirror island harbour forest").split(" ");
 
-let server = null; // the card of the model
+let server = null; // the card of the model, and `made`: what else an answer's bits follow
+let absent = ""; // why there is no card
+let timer = 0; // of the next look at the server
 let isChat = false;
 let messages = []; // the conversation
-let asked = null; // the last question that was answered whole: {path, body, digest}
+let asked = null; // the question of the answer that is shown, once that is whole: {path, body, digest, made}
 let running = null; // an AbortController while something is asked
 
 // ------------------------------------------------------------------------------------- the server
 
+const LOST = "The connection to the server was lost. If the server has stopped, start it again; " +
+  "ask again when the state above is ready.";
+
 function headers() {
   const found = { "Content-Type": "application/json" };
-  if (by("key").value) found.Authorization = "Bearer " + by("key").value;
+  // WHY: fetch cannot send other letters, which no key has. The server then says that the key is wrong.
+  const key = by("key").value.replace(/[^\x20-\x7e]/g, "?");
+  if (key) found.Authorization = "Bearer " + key;
   return found;
 }
 
+function keyError() {
+  return by("key").value
+    ? "The API key in the field above is wrong: the server does not take it."
+    : "This server wants an API key: put it into the field above.";
+}
+
+/** What a fetch or a read gives. If the network fails, look at the server at once. */
+async function reached(wanted) {
+  try {
+    return await wanted;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    connect();
+    throw new Error(LOST);
+  }
+}
+
 async function post(path, body, signal) {
-  const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  const asking = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
+  const response = await reached(fetch(path, asking));
+  if (response.status === 401) {
+    connect();
+    throw new Error(keyError());
+  }
   if (!response.ok) {
     const told = await response.json().catch(() => null);
     throw new Error(told?.error?.message ?? `${response.status} ${response.statusText}`);
@@ -33,35 +62,52 @@ async function post(path, body, signal) {
   return response;
 }
 
+/** Show what the server is now, and look again later. */
 async function connect() {
+  clearTimeout(timer);
   let status = "unreachable";
   try {
-    status = (await (await fetch("/health")).json()).status;
-    by("state").textContent = status;
-    by("state").className = "pill " + status;
-    if (status === "ready" && server) {
-      const models = await fetch("/v1/models", { headers: headers() });
-      if (models.ok) tellMode((await models.json()).data[0]);
-    } else if (status === "ready") {
-      const version = await (await fetch("/version")).json();
-      by("fingerprint").textContent = version.system_fingerprint;
-      const models = await fetch("/v1/models", { headers: headers() });
-      if (models.status === 401) showError("This server wants an API key: put it into the field above.");
-      else if (models.ok) open((await models.json()).data[0]);
-    }
+    const found = (await (await fetch("/health")).json()).status;
+    if (found === "starting") forget("The server is not ready yet.");
+    else await readCard();
+    status = found;
   } catch {
-    by("state").textContent = status;
-    by("state").className = "pill failed";
+    forget(LOST);
   }
-  setTimeout(connect, server ? 10000 : 1000);
+  by("state").textContent = status;
+  by("state").className = "pill " + (status === "unreachable" ? "failed" : status);
+  clearTimeout(timer); // of another look that was on its way
+  timer = setTimeout(connect, server ? 10000 : 1000);
 }
 
-function open(card) {
-  server = card;
+async function readCard() {
+  const { system_fingerprint: fingerprint } = await (await fetch("/version")).json();
+  const models = await fetch("/v1/models", { headers: headers() });
+  if (models.ok) return open((await models.json()).data[0], fingerprint);
+  const isKey = models.status === 401;
+  forget(isKey ? keyError() : `The server does not tell its model: ${models.status}.`, fingerprint);
+  if (isKey) showError(absent);
+}
+
+function open(card, fingerprint) {
+  const made = [card.id, fingerprint, card.weights, card.weight_version].join();
+  if (server?.made !== made) showError(""); // it was about another server, or about none
+  server = { ...card, made };
+  by("fingerprint").textContent = fingerprint;
   by("model").textContent = `${card.id}, ${card.max_model_len} tokens`;
   tellMode(card);
   document.title = `detjax: ${card.id}`;
-  showError("");
+  if (isChat && !card.has_chat_template) choose(true);
+  tellButtons();
+}
+
+function forget(why, fingerprint = "–") {
+  server = null;
+  absent = why;
+  by("fingerprint").textContent = fingerprint;
+  by("model").textContent = by("mode").textContent = "–";
+  document.title = "detjax";
+  tellButtons();
 }
 
 function tellMode(card) {
@@ -78,15 +124,26 @@ function showError(text) {
 
 // ---------------------------------------------------------------------------------------- asking
 
-function question() {
+/** The number in a field; undefined, which JSON leaves out, if there is none. */
+function numberOf(id, name) {
+  const { value, validity } = by(id);
+  if (validity.badInput) throw new Error(`${name} is not a number.`);
+  if (Number(value) > Number.MAX_SAFE_INTEGER) {
+    const most = Number.MAX_SAFE_INTEGER;
+    throw new Error(`${name} ${value} is above ${most}, the largest that this page sends exactly.`);
+  }
+  return value ? Number(value) : undefined;
+}
+
+function question(chat) {
   const text = by("prompt").value;
   const common = {
     model: server.id,
-    temperature: Number(by("temperature").value),
-    seed: Number(by("seed").value),
-    max_tokens: Number(by("max-tokens").value),
+    temperature: numberOf("temperature", "Temperature"),
+    seed: numberOf("seed", "Seed"),
+    max_tokens: numberOf("max-tokens", "Tokens"),
   };
-  if (!isChat) return { path: "/v1/completions", body: { ...common, prompt: text, logprobs: NUM_TOP } };
+  if (!chat) return { path: "/v1/completions", body: { ...common, prompt: text, logprobs: NUM_TOP } };
   const said = [...messages, { role: "user", content: text }];
   return {
     path: "/v1/chat/completions",
@@ -98,7 +155,7 @@ async function* chunks(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reached(reader.read());
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -112,36 +169,22 @@ async function* chunks(response) {
 }
 
 async function ask() {
-  if (!server) return showError("The server is not ready yet.");
-  const { path, body } = question();
+  const chat = isChat;
   begin();
-  by("answer").replaceChildren();
-  by("facts").replaceChildren();
-  by("load-panel").hidden = true;
-  by("answer-panel").hidden = false;
-  by("answer").classList.add("streaming");
-  if (!isChat) by("answer").append(element("span", "asked", body.prompt));
-  const beginMs = performance.now();
-  let text = "", count = 0, last = null;
   try {
+    if (!server) await connect();
+    if (!server) throw new Error(absent);
+    const { path, body } = question(chat), { made } = server;
+    clearAnswer(chat ? "" : body.prompt);
+    const beginMs = performance.now();
     const response = await post(path, { ...body, stream: true }, running.signal);
-    for await (const chunk of chunks(response)) {
-      for (const choice of chunk.choices) {
-        const piece = isChat ? choice.delta.content : choice.text;
-        const tokens = tokensOf(choice.logprobs);
-        text += piece;
-        count += tokens.length;
-        show(piece, tokens);
-        if (choice.finish_reason) last = choice;
-      }
-    }
-    const seconds = (performance.now() - beginMs) / 1000;
-    if (!last) throw new Error("the stream ended before the answer did");
-    tellFacts(last, count, seconds);
-    asked = { path, body, digest: last.detjax.digest };
-    by("load").disabled = false;
-    if (isChat) {
-      messages = [...body.messages, { role: "assistant", content: text }];
+    const { said, last, count, fingerprint } = await follow(response, chat);
+    tellFacts(last, fingerprint, count, (performance.now() - beginMs) / 1000);
+    // WHY: with the seed that was drawn if the field is empty, so that the same is asked again.
+    const { digest, sampling } = last.detjax;
+    asked = { path, body: { ...body, seed: sampling.seed }, digest, made };
+    if (chat) {
+      messages = [...body.messages, { role: "assistant", ...said }];
       by("prompt").value = "";
       tellConversation();
     }
@@ -153,18 +196,56 @@ async function ask() {
   }
 }
 
+function clearAnswer(prompt) {
+  asked = null;
+  for (const id of ["answer", "thoughts", "facts"]) by(id).replaceChildren();
+  by("load-panel").hidden = by("reasoning").hidden = true;
+  by("answer-panel").hidden = false;
+  by("answer").classList.add("streaming");
+  if (prompt) by("answer").append(element("span", "asked", prompt));
+}
+
+/** Show an answer while it streams. */
+async function follow(response, chat) {
+  const said = { content: "" };
+  let count = 0, last = null, fingerprint = "";
+  for await (const chunk of chunks(response)) {
+    fingerprint = chunk.system_fingerprint;
+    for (const choice of chunk.choices) {
+      const content = chat ? choice.delta.content : choice.text;
+      const thought = chat && choice.delta.reasoning_content;
+      const tokens = tokensOf(choice.logprobs);
+      count += tokens.length;
+      if (thought) {
+        said.reasoning_content = (said.reasoning_content ?? "") + thought;
+        by("reasoning").hidden = false;
+        show(by("thoughts"), thought, content ? [] : tokens);
+      }
+      said.content += content;
+      show(by("answer"), content, tokens);
+      if (choice.finish_reason) last = choice;
+    }
+  }
+  if (!last) throw new Error(LOST);
+  return { said, last, count, fingerprint };
+}
+
 function begin() {
   running = new AbortController();
-  by("ask").disabled = by("load").disabled = true;
-  by("stop").disabled = false;
   showError("");
+  tellButtons();
 }
 
 function end() {
   running = null;
-  by("ask").disabled = false;
-  by("stop").disabled = true;
-  by("load").disabled = !asked;
+  tellButtons();
+}
+
+function tellButtons() {
+  for (const id of ["ask", "tab-completion", "tab-chat", "new-chat"]) by(id).disabled = Boolean(running);
+  by("stop").disabled = !running;
+  // The digest of another model or build says nothing of this one.
+  by("load").disabled = Boolean(running) || !asked || asked.made !== server?.made;
 }
 
 // ---------------------------------------------------------------------------------------- tokens
@@ -188,7 +269,7 @@ function element(tag, className, text) {
   return made;
 }
 
-function show(piece, tokens) {
+function show(box, piece, tokens) {
   // WHY: a token that is a part of a character has no text of its own; its piece is shown whole.
   const isWhole = tokens.map((token) => token.text).join("") === piece;
   const shown = isWhole ? tokens.map((token) => [token.text, token]) : [[piece, tokens.at(-1)]];
@@ -199,12 +280,41 @@ function show(piece, tokens) {
       span.style.setProperty("--share", `${Math.min(55, 9 * -token.logprob)}%`);
       span.token = token;
     }
-    by("answer").append(span);
+    box.append(span);
+    if (token && !box.querySelector("[tabindex]")) giveTabStop(span);
   }
 }
 
+function percent(logprob) {
+  const share = Math.exp(logprob);
+  return `${(100 * share).toFixed(share < 0.001 ? 3 : 1)} %`;
+}
+
+/** Make a token the one that Tab reaches in its box; only it is named, so that the text reads as one. */
+function giveTabStop(span) {
+  const before = span.parentElement.querySelector("[tabindex]");
+  for (const name of ["tabindex", "role", "aria-label", "aria-describedby"]) before?.removeAttribute(name);
+  const { text, logprob } = span.token;
+  span.tabIndex = 0;
+  span.setAttribute("role", "note");
+  span.setAttribute("aria-label", `token ${JSON.stringify(text)}, ${percent(logprob)}`);
+  span.setAttribute("aria-describedby", "tip");
+}
+
+function moveTabStop(event) {
+  const span = event.target;
+  if (!span.token || event.ctrlKey || event.altKey || event.metaKey) return;
+  const tokens = [...span.parentElement.querySelectorAll(".token")].filter((one) => one.token);
+  const at = tokens.indexOf(span);
+  const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: tokens.length - 1 }[event.key];
+  if (!tokens[to]) return;
+  event.preventDefault();
+  giveTabStop(tokens[to]);
+  tokens[to].focus();
+}
+
 function tip(event) {
-  const span = event.target.closest?.(".token");
+  const span = event.target.closest?.(".token") ?? document.querySelector(".token:focus-visible");
   document.querySelectorAll(".token.shown").forEach((one) => one.classList.remove("shown"));
   if (!span?.token) return (by("tip").hidden = true);
   span.classList.add("shown");
@@ -215,12 +325,11 @@ function tip(event) {
   }
   rows.sort((a, b) => b[1] - a[1]);
   by("tip").replaceChildren(...rows.map(([text, logprob]) => {
-    const share = Math.exp(logprob), isChosen = text === token.text;
-    const row = element("div", isChosen ? "row chosen" : "row", "");
+    const row = element("div", text === token.text ? "row chosen" : "row", "");
     const bar = element("span", "bar", "");
-    bar.style.width = `${100 * share}%`;
+    bar.style.width = `${100 * Math.exp(logprob)}%`;
     row.append(element("span", "", JSON.stringify(text).slice(1, -1)), bar,
-      element("span", "number", `${(100 * share).toFixed(share < 0.001 ? 3 : 1)} %`));
+      element("span", "number", percent(logprob)));
     return row;
   }), element("div", "note", `logprob ${token.logprob}`));
   by("tip").hidden = false;
@@ -230,10 +339,11 @@ function tip(event) {
   by("tip").style.top = `${box.bottom + scrollY + 6}px`;
 }
 
-function tellFacts(choice, count, seconds) {
+function tellFacts(choice, fingerprint, count, seconds) {
   const proof = choice.detjax;
   const facts = [
     ["digest", proof.digest, "digest"],
+    ["fingerprint", fingerprint, "fingerprint"],
     ["canonical", proof.is_deterministic ? "yes" : "no"],
     ["tokens", `${count}, ended by ${choice.finish_reason}`],
     ["seed", proof.sampling.seed],
@@ -252,25 +362,25 @@ function tellFacts(choice, count, seconds) {
 
 // -------------------------------------------------------------------------------- under other loads
 
-function randomPrompt() {
+function randomPrompt(card) {
   // At most half of the context: a text has no more tokens than bytes, and a word has up to 9.
-  const most = Math.max(1, Math.min(43, Math.floor(server.max_model_len / 20)));
+  const most = Math.max(1, Math.min(43, Math.floor(card.max_model_len / 20)));
   const least = Math.min(3, most);
   const count = least + Math.floor((most - least + 1) * Math.random());
   return Array.from({ length: count }, () => WORDS[Math.floor(WORDS.length * Math.random())]).join(" ");
 }
 
-/** Ask the same among `count` random requests; its digest. */
-async function digestAmong(count, deterministic, signal) {
+/** Ask the same among `count` random requests of the model of `card`; its digest. */
+async function digestAmong(card, count, deterministic, signal) {
   const company = new AbortController();
   const leave = () => company.abort();
   signal.addEventListener("abort", leave);
   const others = [];
   for (let left = count; left > 0; left -= PER_REQUEST) {
-    const prompt = Array.from({ length: Math.min(left, PER_REQUEST) }, randomPrompt);
-    const room = server.max_model_len - NUM_SPECIAL - Math.max(...prompt.map((text) => text.length));
+    const prompt = Array.from({ length: Math.min(left, PER_REQUEST) }, () => randomPrompt(card));
+    const room = card.max_model_len - NUM_SPECIAL - Math.max(...prompt.map((text) => text.length));
     const body = {
-      model: server.id, prompt, max_tokens: Math.max(1, Math.min(200, room)), temperature: Math.random(),
+      model: card.id, prompt, max_tokens: Math.max(1, Math.min(200, room)), temperature: Math.random(),
       seed: Math.floor(1e6 * Math.random()), is_deterministic: deterministic,
     };
     others.push(post("/v1/completions", body, company.signal));
@@ -281,7 +391,7 @@ async function digestAmong(count, deterministic, signal) {
     // WHY: a salt of its own, so that the prompt is computed anew and not found in the cache.
     const body = { ...asked.body, is_deterministic: deterministic, cache_salt: String(Math.random()), priority: 1 };
     const response = await post(asked.path, body, signal);
-    return (await response.json()).choices[0].detjax.digest;
+    return (await reached(response.json())).choices[0].detjax.digest;
   } finally {
     company.abort();
     signal.removeEventListener("abort", leave);
@@ -290,7 +400,7 @@ async function digestAmong(count, deterministic, signal) {
   }
 }
 
-function columns() {
+function columns(mode) {
   const canonical = { name: "canonical", deterministic: true }, fast = { name: "fast", deterministic: false };
   const texts = {
     invariant: [[canonical], "Every step of this server is canonical. To see fast answers beside these, " +
@@ -299,7 +409,7 @@ function columns() {
       "fast kernels, whose last bits may follow the batch."],
     fast: [[fast], "This server runs in mode fast, which promises nothing: digests may follow the batch."],
   };
-  return texts[server.mode];
+  return texts[mode];
 }
 
 function cell(digest, expected) {
@@ -316,7 +426,8 @@ function cell(digest, expected) {
 
 async function underLoad() {
   begin();
-  const [kinds, text] = columns();
+  const card = server; // as it is when this begins
+  const [kinds, text] = columns(card.mode);
   by("load-text").textContent = text;
   by("load-head").replaceChildren(element("th", "", "asked"), ...kinds.map((kind) => element("th", "", kind.name)));
   by("load-rows").replaceChildren();
@@ -330,7 +441,7 @@ async function underLoad() {
       row.append(element("th", "", count ? `among ${count} others` : "alone"));
       by("load-rows").append(row);
       for (const kind of kinds) {
-        const digest = await digestAmong(count, kind.deterministic, running.signal);
+        const digest = await digestAmong(card, count, kind.deterministic, running.signal);
         alone[kind.name] ??= digest;
         numOther[kind.name] = (numOther[kind.name] ?? 0) + (digest !== alone[kind.name]);
         row.append(cell(digest, count ? alone[kind.name] : ""));
@@ -362,7 +473,16 @@ function tellVerdict(kinds, numOther, alone) {
 function tellConversation() {
   by("conversation").hidden = !isChat || !messages.length;
   by("new-chat").hidden = !isChat || !messages.length;
-  by("conversation").replaceChildren(...messages.map((one) => element("li", one.role, one.content)));
+  by("conversation").replaceChildren(...messages.map((one) => {
+    const turn = element("li", one.role, "");
+    if (one.reasoning_content) {
+      const details = element("details", "reasoning", "");
+      details.append(element("summary", "", "Reasoning"), one.reasoning_content);
+      turn.append(details);
+    }
+    turn.append(one.content);
+    return turn;
+  }));
 }
 
 function choose(chat) {
@@ -373,7 +493,10 @@ function choose(chat) {
   tellConversation();
 }
 
-by("form").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+by("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!running) ask();
+});
 by("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) by("form").requestSubmit();
 });
@@ -384,5 +507,7 @@ by("tab-chat").addEventListener("click", () => choose(true));
 by("tab-completion").addEventListener("click", () => choose(false));
 document.addEventListener("pointerover", tip);
 document.addEventListener("click", tip);
+document.addEventListener("focusin", tip);
+document.addEventListener("keydown", moveTabStop);
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") by("tip").hidden = true; });
 connect();
